@@ -1,0 +1,184 @@
+"""The host copy queue and the slots: what is queued, issued, landed, kept and given back.
+
+Copies wait in a host queue: demand first, then prefetches by the layer-step that wants them, then background uploads.
+At most `WINDOW` are issued at a time; an issued copy can be neither stopped nor overtaken (a DMA is not preemptible).
+"""
+
+from __future__ import annotations
+
+from numba import njit
+
+from foreload.backend.policy.order import prefers, worst_kept
+from foreload.backend.policy.state import (
+    ABSENT,
+    CANCELLED,
+    DECODE,
+    DEMAND,
+    DISCARD,
+    FETCHED,
+    IN_FLIGHT,
+    KEPT,
+    LANDED,
+    N_FREE,
+    N_IN_FLIGHT,
+    N_QUEUED,
+    N_UNFILLED,
+    PREFETCH,
+    PREFETCHED,
+    QUEUED,
+    SEQUENCE,
+    STEP,
+    UPLOAD,
+    UPLOADED,
+    WASTED,
+    PolicyState,
+)
+
+WINDOW = 2
+"""Copies that may be in the copy stream at once."""
+
+
+@njit(cache=True)
+def release(state: PolicyState, layer: int, expert: int) -> None:
+    """Give the expert's slot back; it is absent afterwards."""
+    state.free[state.scalars[N_FREE]] = state.slot[layer, expert]
+    state.scalars[N_FREE] += 1
+    state.slot[layer, expert] = -1
+    state.status[layer, expert] = ABSENT
+
+
+@njit(cache=True)
+def _rank(state: PolicyState, layer: int, purpose: int) -> int:
+    state.scalars[SEQUENCE] += 1
+    rank = purpose << 60
+    if purpose == PREFETCH:
+        rank += (state.scalars[STEP] * state.status.shape[0] + layer) << 20
+        return int(rank + (state.scalars[SEQUENCE] & 0xFFFFF))
+    return int(rank + state.scalars[SEQUENCE])
+
+
+@njit(cache=True)
+def enqueue(state: PolicyState, layer: int, expert: int, purpose: int) -> bool:
+    """Queue a copy of an absent expert into a free slot; False if there is none."""
+    if state.scalars[N_FREE] == 0:
+        return False
+    state.scalars[N_FREE] -= 1
+    state.slot[layer, expert] = state.free[state.scalars[N_FREE]]
+    state.status[layer, expert] = QUEUED
+    state.purpose[layer, expert] = purpose
+    at = state.scalars[N_QUEUED]
+    state.queue[at] = layer * state.status.shape[1] + expert
+    state.rank[at] = _rank(state, layer, purpose)
+    state.scalars[N_QUEUED] += 1
+    return True
+
+
+@njit(cache=True)
+def _unqueue(state: PolicyState, at: int) -> None:
+    last = state.scalars[N_QUEUED] - 1
+    state.queue[at] = state.queue[last]
+    state.rank[at] = state.rank[last]
+    state.scalars[N_QUEUED] = last
+
+
+@njit(cache=True)
+def _position(state: PolicyState, layer: int, expert: int) -> int:
+    key = layer * state.status.shape[1] + expert
+    for at in range(state.scalars[N_QUEUED]):
+        if state.queue[at] == key:
+            return at
+    return -1
+
+
+@njit(cache=True)
+def cancel(state: PolicyState, layer: int, expert: int) -> None:
+    """Take a queued copy back."""
+    _unqueue(state, _position(state, layer, expert))
+    release(state, layer, expert)
+    state.counters[DECODE, layer, CANCELLED] += 1
+
+
+@njit(cache=True)
+def promote(state: PolicyState, layer: int, expert: int) -> None:
+    """Move a queued prefetch that is demanded now among the demand copies."""
+    state.rank[_position(state, layer, expert)] = _rank(state, layer, DEMAND)
+
+
+@njit(cache=True)
+def next_copy(state: PolicyState, phase: int) -> int:
+    """Key of the copy to issue now (it is in flight afterwards), or -1 if the window is full or nothing waits."""
+    if state.scalars[N_QUEUED] == 0 or state.scalars[N_IN_FLIGHT] >= WINDOW:
+        return -1
+    first = 0
+    for at in range(1, state.scalars[N_QUEUED]):
+        if state.rank[at] < state.rank[first]:
+            first = at
+    key = state.queue[first]
+    _unqueue(state, first)
+    layer, expert = key // state.status.shape[1], key % state.status.shape[1]
+    state.status[layer, expert] = IN_FLIGHT
+    state.scalars[N_IN_FLIGHT] += 1
+    purpose = state.purpose[layer, expert]
+    counter = FETCHED if purpose == DEMAND else (PREFETCHED if purpose == PREFETCH else UPLOADED)
+    state.counters[phase, layer, counter] += 1
+    return int(key)
+
+
+@njit(cache=True)
+def complete(state: PolicyState, key: int) -> None:
+    """The copy of `key` has arrived."""
+    layer, expert = key // state.status.shape[1], key % state.status.shape[1]
+    state.scalars[N_IN_FLIGHT] -= 1
+    if state.purpose[layer, expert] == DISCARD:
+        release(state, layer, expert)
+    else:
+        state.status[layer, expert] = LANDED
+
+
+@njit(cache=True)
+def keep(state: PolicyState, layer: int, expert: int, victim: int) -> None:
+    """Turn the staging slot of a landed expert into a persistent one; `victim` (-1: none) gives its slot back."""
+    if victim >= 0:
+        release(state, layer, victim)
+    else:
+        state.kept[layer] += 1
+        state.scalars[N_UNFILLED] -= 1
+    state.status[layer, expert] = KEPT
+
+
+@njit(cache=True)
+def keep_or_release(state: PolicyState, layer: int, expert: int, eviction: int) -> None:
+    """Keep a landed expert if a slot is unfilled or the eviction order prefers it to a resident; else drop it."""
+    if state.kept[layer] < state.capacity[layer]:
+        keep(state, layer, expert, -1)
+        return
+    worst = worst_kept(state, layer, eviction)
+    if worst >= 0 and prefers(state, layer, expert, worst, eviction):
+        keep(state, layer, expert, worst)
+    else:
+        release(state, layer, expert)
+
+
+@njit(cache=True)
+def commit_uploads(state: PolicyState, layer: int, eviction: int) -> None:
+    """Background uploads that have landed join the residents of `layer` before its demand is looked up."""
+    for expert in range(state.status.shape[1]):
+        if state.status[layer, expert] == LANDED and state.purpose[layer, expert] == UPLOAD:
+            keep_or_release(state, layer, expert, eviction)
+
+
+@njit(cache=True)
+def drop_unused(state: PolicyState, layer: int) -> None:
+    """Prefetches of `layer` that its demand did not use: cancel, discard on arrival, or drop."""
+    for expert in range(state.status.shape[1]):
+        status = state.status[layer, expert]
+        if state.purpose[layer, expert] != PREFETCH or status == ABSENT or status == KEPT:
+            continue
+        if status == QUEUED:
+            cancel(state, layer, expert)
+            continue
+        state.counters[DECODE, layer, WASTED] += 1
+        if status == IN_FLIGHT:
+            state.purpose[layer, expert] = DISCARD
+        else:
+            release(state, layer, expert)

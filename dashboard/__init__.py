@@ -1,0 +1,1 @@
+"""Pages for people: shows results, computes nothing of its own."""

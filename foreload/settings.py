@@ -1,0 +1,142 @@
+"""`Settings`: everything that is tuned, exported and pushed into a running engine (design: section 3)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from foreload.errors import BudgetError, SettingsError
+from foreload.files import explain, read_mapping, write_text
+from foreload.shape import ModelShape
+from foreload.units import format_bytes
+
+MAX_PREFETCH_DEPTH = 2
+
+Eviction = Literal["lru", "lfu", "lfru"]
+Admission = Literal["demand", "background", "none"]
+Predictor = Literal["none", "gate"]
+MissAction = Literal["fetch", "cpu", "split"]
+SplitRule = Literal["makespan", "bandwidth"]
+
+
+class Settings(BaseModel):
+    """One frozen, validated setting of the engine.
+
+    `slots_per_layer` (one count per MoE layer) or `cache_ratio` (0 to 1, the same in every layer) says how many
+    experts stay on the device between steps; with neither, the largest uniform count that fits is used.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    slots_per_layer: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+    cache_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
+    eviction: Eviction = "lru"
+    admission: Admission = "demand"
+    admit_per_step: Annotated[int, Field(ge=1, le=64)] = 2
+    predictor: Predictor = "none"
+    prefetch_depth: Annotated[int, Field(ge=0, le=MAX_PREFETCH_DEPTH)] = 0
+    prefetch_width: Annotated[int, Field(ge=1)] | None = None
+    miss_action: MissAction = "fetch"
+    split_rule: SplitRule = "makespan"
+    cpu_threads: Annotated[int, Field(ge=1, le=256)] = 1
+    prefill_chunk_tokens: Annotated[int, Field(ge=1)] = 256
+    headroom_bytes: Annotated[int, Field(ge=0)] = 0
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.slots_per_layer is not None and self.cache_ratio is not None:
+            raise ValueError("slots_per_layer and cache_ratio exclude each other: give one of them")
+        if (self.prefetch_depth > 0) != (self.predictor != "none"):
+            raise ValueError(
+                f"prefetch_depth {self.prefetch_depth} does not go with predictor {self.predictor!r}: "
+                "depth 0 goes with 'none', a depth of 1 or more with 'gate'"
+            )
+        return self
+
+    @classmethod
+    def parse(cls, value: Any, source: str = "settings") -> Settings:
+        """`value` (a mapping) as Settings; SettingsError names `source`, the field and what would be accepted."""
+        try:
+            return cls.model_validate(value)
+        except ValidationError as error:
+            raise SettingsError(f"{source}: {explain(error, cls)}") from error
+
+    @classmethod
+    def load(cls, path: Path) -> Settings:
+        """Settings from a JSON or TOML file; FileError or SettingsError otherwise."""
+        return cls.parse(read_mapping(path, "settings"), str(path))
+
+    def save(self, path: Path) -> None:
+        """Write as JSON or, if `path` ends in .toml, as TOML, atomically."""
+        values = self.model_dump(mode="json", exclude_none=True)
+        if Path(path).suffix == ".toml":
+            write_text(path, "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items()))
+        else:
+            write_text(path, json.dumps(values, indent=1) + "\n")
+
+    def changed(self, **fields: Any) -> Settings:
+        """A copy with other values, validated again."""
+        return Settings.parse({**self.model_dump(), **fields})
+
+    def width(self, shape: ModelShape) -> int:
+        """Experts prefetched per predicted layer."""
+        return min(self.prefetch_width or shape.top_k, shape.experts)
+
+    def describe(self) -> str:
+        """The fields that differ from the default, on one line."""
+        parts = []
+        for key, value in self.model_dump(exclude_defaults=True).items():
+            shown = "/".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            parts.append(f"{key}={shown}")
+        return " ".join(parts) or "default"
+
+
+def staging_slots(settings: Settings, shape: ModelShape) -> int:
+    """Slots that hold what is fetched or prefetched before it is kept or dropped; always there, whatever the cache.
+
+    One token's demand, `prefetch_depth` layers of prefetches, and the background uploads of one layer-step.
+    """
+    prefetch = settings.prefetch_depth * settings.width(shape)
+    uploads = settings.admit_per_step if settings.admission == "background" else 0
+    return shape.top_k + prefetch + uploads
+
+
+def slot_counts(settings: Settings, shape: ModelShape, slot_budget: int | None = None) -> tuple[int, ...]:
+    """Persistent slots per MoE layer.
+
+    `slot_budget` is how many slots (persistent and staging) the device can hold; it decides the default and refuses
+    what does not fit. Raises SettingsError for a list of the wrong length or a count above the experts of a layer.
+    """
+    layers = shape.n_moe_layers
+    if settings.slots_per_layer is not None:
+        counts = settings.slots_per_layer
+        if len(counts) != layers:
+            raise SettingsError(f"slots_per_layer has {len(counts)} entries: the model has {layers} MoE layers")
+        if max(counts) > shape.experts:
+            raise SettingsError(f"slots_per_layer holds {max(counts)}: a layer has {shape.experts} experts")
+        return counts
+    if settings.cache_ratio is not None:
+        return (int(settings.cache_ratio * shape.experts + 1e-9),) * layers
+    if slot_budget is None:
+        raise SettingsError("slots_per_layer and cache_ratio are both unset and no memory budget is known: give one")
+    spare = max(0, slot_budget - staging_slots(settings, shape))
+    return (min(shape.experts, spare // layers),) * layers
+
+
+def check_slots(settings: Settings, shape: ModelShape, slot_budget: int, expert_bytes: int) -> tuple[int, ...]:
+    """`slot_counts`, refused with BudgetError (naming the shortfall) if it exceeds `slot_budget` slots."""
+    counts = slot_counts(settings, shape, slot_budget)
+    staging = staging_slots(settings, shape)
+    missing = sum(counts) + staging - slot_budget
+    if missing > 0:
+        shortfall = missing * expert_bytes
+        raise BudgetError(
+            f"device memory holds {slot_budget} expert slots, these settings need {sum(counts)} + {staging} for staging: "
+            f"{format_bytes(shortfall)} ({shortfall} bytes) short",
+            "vram",
+            shortfall,
+        )
+    return counts

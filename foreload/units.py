@@ -1,0 +1,64 @@
+"""Units at the boundary: bytes and rates as people write them, nanoseconds as the simulator counts them.
+
+GB means 1e9 bytes, GiB 2**30. Inside, sizes are integer bytes, simulated time is integer nanoseconds.
+"""
+
+from __future__ import annotations
+
+import re
+
+from foreload.errors import UsageError
+
+_SCALE = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_QUANTITY = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*$")
+
+
+def _quantity(text: str, what: str, example: str) -> int:
+    match = _QUANTITY.match(text)
+    if match is None or match.group(2).lower() not in _SCALE:
+        raise UsageError(f"{what} {text!r} is not understood: write a number with B, kB, MB, GB, KiB, MiB or GiB, like {example}")
+    return int(float(match.group(1)) * _SCALE[match.group(2).lower()])
+
+
+def parse_bytes(text: str, what: str = "size") -> int:
+    """Bytes in `text` such as `8GiB` or `1500000`; UsageError otherwise."""
+    return _quantity(text, what, "8GiB")
+
+
+def parse_rate(text: str, what: str = "rate") -> int:
+    """Bytes per second in `text` such as `25GB/s`; UsageError if it is no positive rate."""
+    rate = _quantity(re.sub(r"/s$", "", text.strip()), what, "25GB/s")
+    if rate <= 0:
+        raise UsageError(f"{what} {text!r} must be above 0, like 25GB/s")
+    return rate
+
+
+def format_bytes(count: float) -> str:
+    """`count` bytes with a binary unit, three significant digits: `9.00 MiB`."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} TiB"
+
+
+def us_to_ns(microseconds: float) -> int:
+    """Whole nanoseconds, rounded half up."""
+    return int(microseconds * 1000 + 0.5)
+
+
+def copy_ns(size_bytes: int, bytes_per_second: int) -> int:
+    """Nanoseconds to move `size_bytes` at `bytes_per_second`, rounded up."""
+    return -(-size_bytes * 10**9 // bytes_per_second)

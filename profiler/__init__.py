@@ -1,0 +1,1 @@
+"""Measurements of the machine: probes and the profile they fill."""

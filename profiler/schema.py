@@ -1,0 +1,110 @@
+"""`HardwareProfile`: what the probes measured on one machine for one model shape.
+
+Probes (the names are a contract between profiler and cost model). `p50_us` is time on the host thread that decodes;
+`gpu_us` is the time the work keeps the GPU busy (0 on a synchronous device, where the host does the work itself).
+
+    copy            bytes, pinned             one copy host to device, issue to arrival
+    embed                                     token embedding and the start of a step
+    attention       context                   attention block of one layer, one token
+    route                                     MoE norm, gate, top-k, ids and weights on the host
+    predict         depth                     predictions for `depth` later layers, ids on the host
+    plan                                      brain.begin, queueing copies, waking workers
+    finish                                    weighted sum, residual, brain.finish
+    experts_gpu     experts                   that many experts, one token each, resident
+    experts_cpu     experts, threads          that many experts on the CPU, hand-off and result included
+    both            gpu, cpu, threads         resident experts beside CPU experts, until both are done
+    copy_beside_cpu      threads              one expert copy while CPU experts run
+    experts_cpu_beside_copy  experts, threads CPU experts while copies run
+    wait                                      from a copy's arrival to the decoding thread going on
+    head                                      final norm, output projection, greedy choice
+    prefill_layer   tokens                    attention, route and sum of one layer on a prompt chunk
+    prefill_expert  tokens                    one resident expert on that many tokens
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from foreload.errors import FileError, MismatchError
+from foreload.files import parse_model, read_mapping, write_text
+from foreload.shape import ModelShape
+
+PROFILE_SCHEMA = 1
+Microseconds = Annotated[float, Field(ge=0)]
+
+
+class Measurement(BaseModel):
+    """One probe at one point, with its spread and where it comes from."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    probe: str
+    at: dict[str, int] = {}
+    p50_us: Microseconds
+    p95_us: Microseconds
+    gpu_us: Microseconds = 0.0
+    repeats: Annotated[int, Field(ge=1)]
+    source: Literal["measured", "assumed"] = "measured"
+
+
+class ProfileMeta(BaseModel):
+    """Which machine, which model shape, when, with what."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    schema_version: int = PROFILE_SCHEMA
+    device: Literal["cpu", "cuda"]
+    device_name: str
+    machine: str
+    cores: Annotated[int, Field(ge=1)]
+    dtype: Literal["float32", "bfloat16"]
+    shape: dict[str, Any]
+    shape_hash: str
+    expert_bytes: Annotated[int, Field(ge=1)]
+    mode: Literal["quick", "full"]
+    emulated_link_bytes_per_s: Annotated[int, Field(ge=1)] | None = None
+    date: str
+    software: dict[str, str]
+    noise_pct: Annotated[float, Field(ge=0)]  # spread of one fixed probe repeated over the run
+
+
+class HardwareProfile(BaseModel):
+    """All measurements of one run of the profiler."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    meta: ProfileMeta
+    measurements: tuple[Measurement, ...]
+
+    @model_validator(mode="after")
+    def _version(self) -> HardwareProfile:
+        if self.meta.schema_version != PROFILE_SCHEMA:
+            raise ValueError(f"schema_version is {self.meta.schema_version}: this Foreload reads {PROFILE_SCHEMA}")
+        return self
+
+    @classmethod
+    def load(cls, path: Path) -> HardwareProfile:
+        """The profile in a JSON file; FileError if missing, corrupt, or of another schema."""
+        return parse_model(cls, read_mapping(path, "profile"), str(path))
+
+    def save(self, path: Path) -> None:
+        """Write as JSON, atomically."""
+        write_text(path, self.model_dump_json(indent=1) + "\n")
+
+    def points(self, probe: str, **fixed: int) -> list[Measurement]:
+        """Measurements of `probe` whose coordinates include `fixed`; FileError if there is none."""
+        found = [m for m in self.measurements if m.probe == probe and fixed.items() <= m.at.items()]
+        if not found:
+            known = ", ".join(sorted({m.probe for m in self.measurements})) or "none"
+            raise FileError(f"profile: no measurement of {probe!r} at {fixed or 'any point'}: it holds {known}")
+        return found
+
+    def check_model(self, shape: ModelShape, dtype: str) -> None:
+        """Raise MismatchError, naming both values, if the profile was measured for another model shape or dtype."""
+        if self.meta.shape_hash != shape.hash:
+            raise MismatchError(f"profile: measured for model shape {self.meta.shape_hash}, this model is {shape.hash}")
+        if self.meta.dtype != dtype:
+            raise MismatchError(f"profile: measured in {self.meta.dtype}, this run uses {dtype}")

@@ -1,0 +1,1 @@
+"""Recordings of routing: schema, Parquet files, timelines, analysis."""
