@@ -61,7 +61,9 @@ def read_mapping(path: Path, what: str) -> dict[str, Any]:
         text = raw.decode("utf-8")
         value = tomllib.loads(text) if Path(path).suffix == ".toml" else json.loads(text)
     except (UnicodeDecodeError, ValueError) as error:
-        raise FileError(f"{path}: {what} is not valid {'TOML' if Path(path).suffix == '.toml' else 'JSON'}: {error}") from error
+        raise FileError(
+            f"{path}: {what} is not valid {'TOML' if Path(path).suffix == '.toml' else 'JSON'}: {error}"
+        ) from error
     if not isinstance(value, dict):
         raise FileError(f"{path}: {what} must be an object with named fields, got {type(value).__name__}")
     return value

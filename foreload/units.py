@@ -27,7 +27,9 @@ _QUANTITY = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*$")
 def _quantity(text: str, what: str, example: str) -> int:
     match = _QUANTITY.match(text)
     if match is None or match.group(2).lower() not in _SCALE:
-        raise UsageError(f"{what} {text!r} is not understood: write a number with B, kB, MB, GB, KiB, MiB or GiB, like {example}")
+        raise UsageError(
+            f"{what} {text!r} is not understood: write a number with B, kB, MB, GB, KiB, MiB or GiB, like {example}"
+        )
     return int(float(match.group(1)) * _SCALE[match.group(2).lower()])
 
 

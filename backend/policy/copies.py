@@ -172,7 +172,7 @@ def drop_unused(state: PolicyState, layer: int) -> None:
     """Prefetches of `layer` that its demand did not use: cancel, discard on arrival, or drop."""
     for expert in range(state.status.shape[1]):
         status = state.status[layer, expert]
-        if state.purpose[layer, expert] != PREFETCH or status == ABSENT or status == KEPT:
+        if state.purpose[layer, expert] != PREFETCH or status in (ABSENT, KEPT):
             continue
         if status == QUEUED:
             cancel(state, layer, expert)

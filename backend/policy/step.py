@@ -72,7 +72,7 @@ def demand(
         if status == QUEUED and state.purpose[layer, expert] == UPLOAD:
             cancel(state, layer, expert)
             status = ABSENT
-        if status == KEPT or status == LANDED:
+        if status in (KEPT, LANDED):
             action[i] = ACT_HIT
             resident += 1
         elif status == ABSENT:
@@ -133,7 +133,7 @@ def _room(state: PolicyState, reserve: int) -> bool:
 
 @njit(cache=True)
 def prefetch(state: PolicyState, layer: int, predicted: NDArray[np.int32], reserve: int) -> None:
-    """Queue copies of the experts predicted for `layer`, best first (-1: none), and cancel queued ones no longer predicted."""
+    """Queue copies of the experts predicted for `layer`, best first (-1: none); cancel what is no longer predicted."""
     for expert in range(state.status.shape[1]):
         if state.status[layer, expert] == QUEUED and state.purpose[layer, expert] == PREFETCH:
             wanted = False
@@ -194,9 +194,9 @@ def _queue_uploads(
         best = -1
         for i in range(len(experts)):
             expert = experts[i]
-            if action[i] == ACT_CPU and state.status[layer, expert] == ABSENT:
-                if best < 0 or prefers(state, layer, expert, best, eviction):
-                    best = expert
+            candidate = action[i] == ACT_CPU and state.status[layer, expert] == ABSENT
+            if candidate and (best < 0 or prefers(state, layer, expert, best, eviction)):
+                best = expert
         unfilled = state.kept[layer] < state.capacity[layer]
         if best < 0 or not (unfilled or (worst >= 0 and prefers(state, layer, best, worst, eviction))):
             return
@@ -207,7 +207,7 @@ def _queue_uploads(
 
 @njit(cache=True)
 def prefill_targets(state: PolicyState, layer: int, counts: NDArray[np.int32]) -> NDArray[np.bool_]:
-    """The experts `layer` keeps after the last prompt chunk: the most used of residents and demanded, ties to lower ids.
+    """The experts `layer` keeps after the last prompt chunk: the most used of residents and demanded, then lower ids.
 
     counts [E] tokens per expert in that chunk; returns a mask [E].
     """
@@ -227,16 +227,16 @@ def prefill_targets(state: PolicyState, layer: int, counts: NDArray[np.int32]) -
 
 @njit(cache=True)
 def prefill_done(state: PolicyState, layer: int, expert: int, target: NDArray[np.bool_], eviction: int) -> None:
-    """A fetched expert has served its chunk: keep it in place of a resident that is no target, or give its slot back."""
+    """A fetched expert has served its chunk: it replaces a resident that is no target, or gives its slot back."""
     if not target[expert]:
         release(state, layer, expert)
         return
     victim = -1
     if state.kept[layer] == state.capacity[layer]:
         for other in range(len(target)):
-            if state.status[layer, other] == KEPT and not target[other]:
-                if victim < 0 or prefers(state, layer, victim, other, eviction):
-                    victim = other
+            candidate = state.status[layer, other] == KEPT and not target[other]
+            if candidate and (victim < 0 or prefers(state, layer, victim, other, eviction)):
+                victim = other
     if victim < 0 and state.kept[layer] == state.capacity[layer]:
         release(state, layer, expert)
         return
