@@ -134,7 +134,8 @@ def check_slots(settings: Settings, shape: ModelShape, slot_budget: int, expert_
     if missing > 0:
         shortfall = missing * expert_bytes
         raise BudgetError(
-            f"device memory holds {slot_budget} expert slots, these settings need {sum(counts)} + {staging} for staging: "
+            f"device memory holds {slot_budget} expert slots, "
+            f"these settings need {sum(counts)} and {staging} for staging: "
             f"{format_bytes(shortfall)} ({shortfall} bytes) short",
             "vram",
             shortfall,

@@ -1,4 +1,4 @@
-"""`ModelShape`: what the rest of Foreload knows about a model. Family files translate Hugging Face spellings into it."""
+"""`ModelShape`: what Foreload knows about a model. Family files translate Hugging Face spellings into it."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ PHASES = ("prefill", "decode", "draft_verify")
 
 
 class PredictionColumn(BaseModel):
-    """One family of prediction columns `p<layer>_<predictor>_<depth>`: experts predicted for `layer`, `depth` earlier."""
+    """Prediction columns `p<layer>_<predictor>_<depth>`: experts predicted for `layer`, `depth` layers earlier."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
