@@ -1,0 +1,36 @@
+# make demo | test | check | bench. Each makes .venv on first use, with the pinned versions of constraints.txt.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
+
+.PHONY: demo test check bench clean
+
+demo: $(STAMP)
+	$(BIN)/foreload demo
+
+test: check
+	$(BIN)/python -m pytest $(ARGS)
+
+# Types are checked on the installed layout: mypy cannot follow the mapping of folders to packages.
+check: $(STAMP)
+	$(BIN)/ruff check --quiet .
+	$(BIN)/ruff format --check --quiet .
+	rm -rf .build/site build
+	$(PIP) install --quiet --no-deps --target .build/site .
+	rm -rf build
+	cd .build && MYPYPATH=site ../$(BIN)/mypy --config-file ../pyproject.toml --strict -p foreload
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks $(ARGS)
+
+clean:
+	rm -rf $(VENV) .build build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet -c constraints.txt -e '.[dev]'
+	rm -rf build
+	touch $@
