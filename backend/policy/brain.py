@@ -60,16 +60,26 @@ class Brain:
     ) -> None:
         """`capacity` [MoE layers] persistent slots; `costs` are needed by miss_action `split` alone."""
         self.shape = shape
-        slots = sum(capacity) + staging_slots(settings, shape)
+        slots = self.slots_for(shape, settings, capacity)
         self.state = state.new_state(np.asarray(capacity, np.int32), shape.experts, slots)
         self._reserve = shape.top_k
         self._use(settings, costs)
         self._experts = np.zeros(0, np.int32)
         self._action = np.zeros(0, np.int8)
 
-    def _use(self, settings: Settings, costs: SplitCosts | None) -> None:
+    @staticmethod
+    def slots_for(shape: ModelShape, settings: Settings, capacity: tuple[int, ...]) -> int:
+        """Slots, persistent and staging, that a brain with these settings uses."""
+        return sum(capacity) + staging_slots(settings, shape)
+
+    @staticmethod
+    def check(settings: Settings, costs: SplitCosts | None) -> None:
+        """Raise SettingsError if the settings need costs that are not there."""
         if settings.miss_action == "split" and costs is None:
             raise SettingsError("miss_action 'split' needs measured costs: give a profile (foreload profile)")
+
+    def _use(self, settings: Settings, costs: SplitCosts | None) -> None:
+        self.check(settings, costs)
         self.settings = settings
         self._costs = costs or _NO_COSTS
         self._eviction = EVICTIONS.index(settings.eviction)
@@ -87,7 +97,8 @@ class Brain:
         return self.state.counters
 
     def start_request(self) -> None:
-        """A new request: `lfu` and `lfru` count uses within one."""
+        """A new request: leftover copies are taken back (`quiesce`); `lfu` and `lfru` count uses within one request."""
+        self.quiesce()
         self.state.uses[:] = 0
 
     def begin(self, layer: int, experts: NDArray[np.int32], counts: NDArray[np.int32]) -> NDArray[np.int8]:
@@ -152,7 +163,10 @@ class Brain:
         return step.prefill_targets(self.state, layer, counts)
 
     def prefill_fetch(self, layer: int, expert: int) -> bool:
-        """Queue a prompt chunk's copy; False if no staging slot is free, so the wave is full."""
+        """Queue a prompt chunk's copy (or adopt one in flight); False if no staging slot is free: the wave is full."""
+        if self.state.status[layer, expert] == state.IN_FLIGHT:
+            self.state.purpose[layer, expert] = state.DEMAND
+            return True
         spare = self.state.scalars[state.N_FREE] - self.state.scalars[state.N_UNFILLED]
         return bool(spare > 0 and copies.enqueue(self.state, layer, expert, state.DEMAND))
 
@@ -189,7 +203,7 @@ class Brain:
             while self.state.kept[layer] > size:
                 copies.release(self.state, layer, worst_kept(self.state, layer, self._eviction))
                 self.state.kept[layer] -= 1
-        slots = sum(capacity) + staging_slots(settings, self.shape)
+        slots = self.slots_for(self.shape, settings, capacity)
         fresh = state.new_state(np.asarray(capacity, np.int32), self.shape.experts, slots)
         kept = self.state.status == state.KEPT
         held = set(self.state.slot[kept].tolist())

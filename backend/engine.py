@@ -1,0 +1,277 @@
+"""`Engine`: a model with its experts in host memory, decoding one sequence at a time under live settings."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+from types import TracebackType
+from typing import Literal, Self
+
+import numpy as np
+import psutil
+import torch
+from numpy.typing import NDArray
+
+from foreload.backend.experts.cpu import CpuExperts
+from foreload.backend.experts.link import CudaLink, HostLink, Link
+from foreload.backend.experts.pool import SlotPool
+from foreload.backend.experts.slab import HostSlab
+from foreload.backend.experts.transfer import CopyThread
+from foreload.backend.forward import Forward
+from foreload.backend.models.checkpoint import Checkpoint
+from foreload.backend.models.decoder import Decoder
+from foreload.backend.observe import Observer
+from foreload.backend.policy import Brain, SplitCosts
+from foreload.backend.sampling import Sampler, Sampling
+from foreload.backend.tokenizer import TextTokenizer
+from foreload.budget import slot_budget
+from foreload.errors import BudgetError, UsageError
+from foreload.settings import Settings, check_slots
+from foreload.units import format_bytes
+
+Device = Literal["cpu", "cuda"]
+DEFAULT_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What is fixed while an engine lives. `vram_bytes` None: what the device has free."""
+
+    device: Device = "cpu"
+    dtype: str | None = None  # float32 or bfloat16; None: float32 on cpu, bfloat16 on cuda
+    context_tokens: int = 2048
+    vram_bytes: int | None = None
+    link_bytes_per_s: int | None = None  # device=cpu: emulated link rate; None: as fast as memory
+    debug_seed: int | None = None  # poison freed slots with NaN and delay copies at random
+
+    def __post_init__(self) -> None:
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise UsageError("device 'cuda' is not available: no CUDA GPU is visible to torch; use 'cpu'")
+        if self.device == "cuda" and self.link_bytes_per_s is not None:
+            raise UsageError("an emulated link goes with device 'cpu': on 'cuda' the real link is used")
+        if self.resolved_dtype not in ("float32", "bfloat16"):
+            raise UsageError(f"dtype {self.dtype!r} is not known: float32 or bfloat16")
+        if self.context_tokens < 1:
+            raise UsageError(f"context_tokens {self.context_tokens} must be at least 1")
+
+    @property
+    def resolved_dtype(self) -> str:
+        """The dtype's name."""
+        return self.dtype or DEFAULT_DTYPE[self.device]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One finished request. `step_ns` are the decode steps after the first token, which prefill gives."""
+
+    prompt_tokens: int
+    token_ids: list[int]
+    ttft_ns: int
+    step_ns: list[int]
+    counters: NDArray[np.int64] = field(repr=False)  # [2 phases, MoE layers, counters] of this request alone
+
+    @property
+    def tpot_ms(self) -> float:
+        """Mean milliseconds per token after the first; nan without one."""
+        return sum(self.step_ns) / len(self.step_ns) / 1e6 if self.step_ns else float("nan")
+
+
+class Engine:
+    """One model, one device, one request at a time. Close it, or use it as a context manager."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        options: EngineOptions,
+        settings: Settings | None = None,
+        costs: SplitCosts | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Load the model and take the settings (default: `Settings()`).
+
+        `costs` are what `miss_action: split` decides by (`simulator.costs.split_costs` makes them from a profile).
+        Raises BudgetError if device memory cannot hold the dense weights, the KV cache, staging and the slots.
+        """
+        settings = settings or Settings()
+        if options.context_tokens > checkpoint.shape.max_positions:
+            raise UsageError(
+                f"context_tokens {options.context_tokens} exceeds the model's {checkpoint.shape.max_positions} positions"
+            )
+        self.checkpoint, self.options, self.shape = checkpoint, options, checkpoint.shape
+        self.dtype_name = options.resolved_dtype
+        self.device = torch.device(options.device)
+        dtype = getattr(torch, self.dtype_name)
+        self.expert_bytes = self.shape.expert_bytes(self.dtype_name)
+        self.slot_limit = self._slot_limit(settings)
+        self.capacity = check_slots(settings, self.shape, self.slot_limit, self.expert_bytes)
+        self.tokenizer = TextTokenizer(checkpoint.folder)
+        if options.device == "cpu":
+            torch.set_num_threads(1)
+        self.slab = HostSlab(checkpoint, dtype, options.device == "cuda", progress)
+        decoder = Decoder(checkpoint, self.device, dtype, options.context_tokens)
+        self.pool = SlotPool(self.shape, self.device, dtype)
+        self.brain = Brain(self.shape, settings, self.capacity, costs)
+        self.pool.grow(self.brain.slots)
+        self._costs = costs
+        self.cpu = CpuExperts(self.slab, self._workers(settings))
+        link = self._link()
+        self.copies = CopyThread(self.brain, self.slab, self.pool, link)
+        poison = options.debug_seed is not None
+        self.forward = Forward(decoder, self.slab, self.pool, link, self.copies, self.cpu, poison)
+        self.settings = settings
+        self._request = threading.Lock()
+        self._between_tokens = threading.Lock()
+        self._follow(settings)
+
+    @classmethod
+    def load(cls, model: str, options: EngineOptions | None = None, settings: Settings | None = None) -> Engine:
+        """Engine of MODEL (a Hugging Face folder or a bundled name)."""
+        return cls(Checkpoint.open(model), options or EngineOptions(), settings)
+
+    def _slot_limit(self, settings: Settings) -> int:
+        vram = self.options.vram_bytes
+        if vram is None:
+            if self.options.device == "cuda":
+                vram = int(torch.cuda.mem_get_info(self.device)[0] * 0.95)
+            else:
+                vram = int(psutil.virtual_memory().available * 0.5)
+        return slot_budget(self.shape, self.dtype_name, vram, self.options.context_tokens, settings)
+
+    def _link(self) -> Link:
+        seed = self.options.debug_seed
+        delay = None if seed is None else Random(seed)
+        if self.options.device == "cuda":
+            return CudaLink(self.device, delay)
+        return HostLink(self.options.link_bytes_per_s, delay)
+
+    @staticmethod
+    def _workers(settings: Settings) -> int:
+        return 0 if settings.miss_action == "fetch" else settings.cpu_threads
+
+    def _follow(self, settings: Settings) -> None:
+        self.forward.depth = settings.prefetch_depth
+        self.forward.width = settings.width(self.shape)
+
+    def apply(self, settings: Settings, costs: SplitCosts | None = None) -> None:
+        """Take new settings between two tokens, also of a running request.
+
+        Residents stay as far as the new slots allow. Raises BudgetError (with the shortfall) or SettingsError; the old
+        settings then stay in force.
+        """
+        with self._between_tokens:
+            costs = costs or self._costs
+            capacity = check_slots(settings, self.shape, self.slot_limit, self.expert_bytes)
+            Brain.check(settings, costs)
+            with self.copies.lock:
+                self.brain.quiesce()
+                self.copies.settle()
+                self.pool.grow(Brain.slots_for(self.shape, settings, capacity))
+                for source, target in self.brain.reconfigure(settings, capacity, costs):
+                    self.pool.move(source, target)
+                if self.options.device == "cuda":
+                    torch.cuda.synchronize(self.device)
+                self.pool.shrink(self.brain.slots)
+            self.cpu.resize(self._workers(settings))
+            self.settings, self.capacity, self._costs = settings, capacity, costs
+            self._follow(settings)
+
+    def reset_cache(self) -> None:
+        """Forget residents and history, as after loading."""
+        with self._between_tokens, self.copies.lock:
+            self.brain.quiesce()
+            self.copies.settle()
+            self.brain.drop_cache()
+
+    def generate(
+        self,
+        prompt_ids: list[int],
+        max_tokens: int,
+        sampling: Sampling | None = None,
+        observer: Observer | None = None,
+        on_token: Callable[[int], None] | None = None,
+        stop: bool = True,
+    ) -> Generation:
+        """Feed a prompt and generate up to `max_tokens` tokens; `stop` ends at the model's end token.
+
+        Requests from several threads are taken one after the other. UsageError if prompt and answer exceed the context.
+        """
+        self._check_request(prompt_ids, max_tokens)
+        with self._request, torch.inference_mode():
+            before = self.brain.counters.copy()
+            sampler = Sampler(sampling or Sampling())
+            self.forward.observer = observer
+            start = time.perf_counter_ns()
+            token = sampler.draw(self._prefill(prompt_ids))
+            tokens, step_ns = [token], []
+            ttft_ns = time.perf_counter_ns() - start
+            if on_token is not None:
+                on_token(token)
+            while len(tokens) < max_tokens and not (stop and token in self.tokenizer.stop_ids):
+                start = time.perf_counter_ns()
+                with self._between_tokens:
+                    logits = self.forward.decode(token, len(prompt_ids) + len(tokens) - 1)
+                    token = sampler.draw(logits)
+                step_ns.append(time.perf_counter_ns() - start)
+                tokens.append(token)
+                if on_token is not None:
+                    on_token(token)
+            self.forward.observer = None
+            return Generation(len(prompt_ids), tokens, ttft_ns, step_ns, self.brain.counters - before)
+
+    def _check_request(self, prompt_ids: list[int], max_tokens: int) -> None:
+        if not prompt_ids:
+            raise UsageError("the prompt is empty: at least one token is needed")
+        if max_tokens < 1:
+            raise UsageError(f"max_tokens {max_tokens} must be at least 1")
+        if min(prompt_ids) < 0 or max(prompt_ids) >= self.shape.vocab:
+            raise UsageError(f"prompt token ids must be from 0 to {self.shape.vocab - 1}")
+        needed = len(prompt_ids) + max_tokens
+        if needed > self.options.context_tokens:
+            raise UsageError(
+                f"{len(prompt_ids)} prompt tokens and {max_tokens} new ones exceed the context of "
+                f"{self.options.context_tokens} tokens by {needed - self.options.context_tokens}"
+            )
+
+    def _prefill(self, prompt_ids: list[int]) -> torch.Tensor:
+        """Logits [vocab] after the prompt, fed in chunks of `prefill_chunk_tokens`."""
+        with self._between_tokens:
+            with self.copies.lock:
+                self.brain.start_request()
+                self.copies.settle()
+            chunk = self.settings.prefill_chunk_tokens
+            logits = torch.empty(0)
+            for at in range(0, len(prompt_ids), chunk):
+                logits = self.forward.prefill(prompt_ids[at : at + chunk], at, at + chunk >= len(prompt_ids))
+            return logits
+
+    def describe_memory(self) -> str:
+        """Where the bytes are, on one line."""
+        dense = format_bytes(self.forward.decoder.dense_bytes)
+        slots = f"{sum(self.capacity)} + {len(self.pool) - sum(self.capacity)} slots"
+        device = format_bytes(self.pool.allocated_bytes)
+        return f"device: {dense} dense and KV, {device} in {slots}; host: {format_bytes(self.slab_bytes)} experts"
+
+    @property
+    def slab_bytes(self) -> int:
+        """Bytes of the host slab."""
+        return self.slab.blocks.numel() * self.slab.blocks.element_size()
+
+    def close(self) -> None:
+        """Stop threads and release memory."""
+        self.copies.close()
+        self.cpu.close()
+        self.slab.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+__all__ = ["BudgetError", "Device", "Engine", "EngineOptions", "Generation"]

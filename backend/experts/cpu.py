@@ -1,0 +1,80 @@
+"""Experts computed on the host beside the device: worker threads that run whole experts out of the slab."""
+
+from __future__ import annotations
+
+import threading
+import time
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+
+from foreload.backend.experts.slab import HostSlab, run_expert
+from foreload.errors import InternalError
+
+Job = tuple[int, list[int], Tensor, Tensor]
+"""(MoE layer, experts, x [1, hidden] on the host, out [len(experts), hidden] on the host)."""
+
+
+class CpuExperts:
+    """`threads` workers; a layer-step's experts are dealt to them round robin."""
+
+    def __init__(self, slab: HostSlab, threads: int) -> None:
+        self.spans: list[tuple[int, int, int, int]] | None = None  # (layer, experts, begun, done) in nanoseconds
+        self._slab = slab
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._done: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._pending = 0
+        self._workers: list[threading.Thread] = []
+        self.resize(threads)
+
+    def resize(self, threads: int) -> None:
+        """Have `threads` workers; nothing may be running."""
+        if threads == len(self._workers):
+            return
+        for _ in self._workers:
+            self._jobs.put(None)
+        for worker in self._workers:
+            worker.join()
+        self._workers = [
+            threading.Thread(target=self._run, name=f"foreload-cpu-{n}", daemon=True) for n in range(threads)
+        ]
+        for worker in self._workers:
+            worker.start()
+
+    def submit(self, layer: int, experts: list[int], x: Tensor) -> Tensor:
+        """Start the experts on x [1, hidden]; returns out [len(experts), hidden], filled when `join` returns."""
+        out = torch.empty(len(experts), x.shape[1], dtype=x.dtype)
+        share = min(len(experts), len(self._workers))
+        for worker in range(share):
+            self._jobs.put((layer, experts[worker::share], x, out[worker::share]))
+        self._pending += share
+        return out
+
+    def join(self) -> None:
+        """Wait for all submitted experts; InternalError if one failed."""
+        while self._pending:
+            error = self._done.get()
+            self._pending -= 1
+            if error is not None:
+                raise InternalError(f"a CPU expert failed: {error}") from error
+
+    def close(self) -> None:
+        """Stop the workers."""
+        self.resize(0)
+
+    def _run(self) -> None:
+        torch.set_num_threads(1)
+        while (job := self._jobs.get()) is not None:
+            layer, experts, x, out = job
+            begun = time.perf_counter_ns()
+            try:
+                with torch.inference_mode():
+                    for row, expert in enumerate(experts):
+                        out[row] = run_expert(x, *self._slab.views(layer, expert))[0]
+            except BaseException as error:
+                self._done.put(error)
+                continue
+            if self.spans is not None:
+                self.spans.append((layer, len(experts), begun, time.perf_counter_ns()))
+            self._done.put(None)

@@ -1,0 +1,138 @@
+"""Links: how one expert block gets from the host slab into a device slot, and when it has arrived."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from random import Random
+
+import torch
+from torch import Tensor
+
+
+class Link(ABC):
+    """A first-in first-out channel. `issue` never blocks; `landed` says what has arrived.
+
+    Used by the copy thread alone, except `slot_used` and `when_landed`, which the decoding thread calls.
+    """
+
+    asynchronous: bool
+    """Whether a kernel may be queued on a copy that is only issued (`when_landed` orders the two)."""
+
+    @abstractmethod
+    def issue(self, key: int, source: Tensor, target: Tensor, slot: int) -> None:
+        """Start copying `source` [weights] on the host to the device slot `target`."""
+
+    @abstractmethod
+    def landed(self) -> list[int]:
+        """Keys whose copies have arrived since the last call, in order."""
+
+    @abstractmethod
+    def pause_s(self) -> float:
+        """How long the copy thread may sleep before the oldest copy in flight can land."""
+
+    @abstractmethod
+    def block(self) -> None:
+        """Sleep until the oldest copy in flight has landed."""
+
+    def slot_used(self, slots: list[int]) -> None:  # noqa: B027 - synchronous links have nothing to remember
+        """The kernels queued so far are the last that read `slots`; the next copy into one waits for them."""
+
+    def when_landed(self, slot: int) -> None:  # noqa: B027 - synchronous links land before they say so
+        """Make the kernels queued from now on wait for the copy last issued into `slot`."""
+
+
+class HostLink(Link):
+    """`device=cpu`: memory to memory, at the host's own speed or slowed to an emulated rate.
+
+    The emulated link is busy from the later of issue and its previous end, so back-to-back copies keep the rate
+    whatever the sleep's resolution is.
+    """
+
+    asynchronous = False
+
+    def __init__(self, bytes_per_second: int | None, delay: Random | None = None) -> None:
+        self._rate = bytes_per_second
+        self._delay = delay
+        self._free_at_ns = 0
+        self._flying: deque[tuple[int, int]] = deque()  # (key, arrival time)
+
+    def issue(self, key: int, source: Tensor, target: Tensor, slot: int) -> None:
+        """Copy at once; the block counts as landed when the emulated transfer is over."""
+        now = time.perf_counter_ns()
+        target.copy_(source)
+        duration = source.numel() * source.element_size() * 10**9 // self._rate if self._rate else 0
+        if self._delay is not None:
+            duration += self._delay.randrange(2_000_000)
+        self._free_at_ns = max(now, self._free_at_ns) + duration
+        self._flying.append((key, self._free_at_ns))
+
+    def landed(self) -> list[int]:
+        """Keys whose transfer time is over."""
+        now = time.perf_counter_ns()
+        done = []
+        while self._flying and self._flying[0][1] <= now:
+            done.append(self._flying.popleft()[0])
+        return done
+
+    def pause_s(self) -> float:
+        """Time until the oldest transfer ends."""
+        return max(0, self._flying[0][1] - time.perf_counter_ns()) / 1e9
+
+    def block(self) -> None:
+        """Sleep until the oldest transfer ends."""
+        time.sleep(self.pause_s())
+
+
+class CudaLink(Link):
+    """`device=cuda`: asynchronous copies on their own stream, ordered against the kernels by events."""
+
+    asynchronous = True
+    POLL_S = 20e-6
+
+    def __init__(self, device: torch.device, delay: Random | None = None) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._delay = delay
+        self._copied: dict[int, torch.cuda.Event] = {}
+        self._used: dict[int, torch.cuda.Event] = {}
+        self._flying: deque[tuple[int, torch.cuda.Event]] = deque()
+
+    def issue(self, key: int, source: Tensor, target: Tensor, slot: int) -> None:
+        """Queue the copy behind the last kernel that read the slot."""
+        used = self._used.get(slot)
+        with torch.cuda.stream(self._stream):
+            if used is not None:
+                self._stream.wait_event(used)
+            if self._delay is not None:
+                torch.cuda._sleep(self._delay.randrange(1, 1_000_000))
+            target.copy_(source, non_blocking=True)
+            event = self._copied.setdefault(slot, torch.cuda.Event())
+            event.record(self._stream)
+        self._flying.append((key, event))
+
+    def landed(self) -> list[int]:
+        """Keys whose event has fired."""
+        done = []
+        while self._flying and self._flying[0][1].query():
+            done.append(self._flying.popleft()[0])
+        return done
+
+    def pause_s(self) -> float:
+        """The polling interval."""
+        return self.POLL_S
+
+    def block(self) -> None:
+        """Wait for the oldest copy's event."""
+        self._flying[0][1].synchronize()
+
+    def slot_used(self, slots: list[int]) -> None:
+        """Remember the current point of the compute stream for `slots`."""
+        event = torch.cuda.Event()
+        event.record()
+        for slot in slots:
+            self._used[slot] = event
+
+    def when_landed(self, slot: int) -> None:
+        """Let the compute stream wait for the slot's copy."""
+        torch.cuda.current_stream().wait_event(self._copied[slot])

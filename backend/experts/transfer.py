@@ -1,0 +1,121 @@
+"""The copy thread: serves the brain's queue over a link and tells the decoding thread what was issued and has landed."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Collection
+
+from foreload.backend.experts.link import Link
+from foreload.backend.experts.pool import SlotPool
+from foreload.backend.experts.slab import HostSlab
+from foreload.backend.policy import Brain
+from foreload.backend.policy.copies import WINDOW
+from foreload.backend.policy.state import DECODE, IN_FLIGHT, LANDED
+from foreload.errors import InternalError
+
+PR_SET_TIMERSLACK = 29
+
+
+class CopyThread:
+    """Owns the lock under which the brain is used; everything that touches the brain holds `lock`.
+
+    An asynchronous link (CUDA) lets the decoding thread go on once a copy is issued, a synchronous one once it has landed.
+    """
+
+    def __init__(self, brain: Brain, slab: HostSlab, pool: SlotPool, link: Link) -> None:
+        self.brain = brain
+        self.lock = threading.Condition(threading.Lock())
+        self.phase = DECODE
+        self.spans: list[tuple[int, int, int]] | None = None  # (key, issued, landed) in perf_counter nanoseconds
+        self._slab, self._pool, self._link = slab, pool, link
+        self._usable = (IN_FLIGHT, LANDED) if link.asynchronous else (LANDED,)
+        self._wake_on_issue = link.asynchronous
+        self._order: dict[int, int] = {}  # key -> when it was last issued
+        self._issued_at: dict[int, int] = {}
+        self._error: BaseException | None = None
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="foreload-copy", daemon=True)
+        self._thread.start()
+
+    def take_ready(self, keys: Collection[int]) -> int:
+        """Wait until a copy among `keys` can be used by the next kernel; returns the first in link order."""
+        with self.lock:
+            while True:
+                ready = [key for key in keys if self._status(key) in self._usable]
+                if ready:
+                    return min(ready, key=self._order.__getitem__)
+                self._wait()
+
+    def wait_landed(self, keys: Collection[int]) -> None:
+        """Wait until all of `keys` have landed."""
+        with self.lock:
+            while any(self._status(key) == IN_FLIGHT for key in keys):
+                self._wait()
+
+    def settle(self) -> None:
+        """Wait until nothing is in flight (`lock` held, after `brain.quiesce`)."""
+        while self.brain.in_flight():
+            self._wait()
+
+    def close(self) -> None:
+        """Stop the thread; copies in flight are waited for."""
+        with self.lock:
+            self._stopped = True
+            self.lock.notify_all()
+        self._thread.join()
+
+    def _wait(self) -> None:
+        if self._error is not None:
+            raise InternalError(f"the copy thread stopped: {self._error}") from self._error
+        self.lock.wait()
+
+    def _status(self, key: int) -> int:
+        return self.brain.status(*divmod(key, self.brain.shape.experts))
+
+    def _run(self) -> None:
+        # The default timer slack of 50 us would be a tenth of a small copy.
+        ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, ctypes.c_ulong(1000), 0, 0, 0)
+        try:
+            while self._serve():
+                pass
+        except BaseException as error:
+            with self.lock:
+                self._error = error
+                self.lock.notify_all()
+
+    def _serve(self) -> bool:
+        """One round: report what has landed, issue what may be issued, sleep until either can change."""
+        with self.lock:
+            self._report(self._link.landed())
+            self._issue()
+            flying = self.brain.in_flight()
+            if self._stopped and not flying:
+                return False
+            if flying < WINDOW:
+                self.lock.wait(self._link.pause_s() if flying else None)
+                return True
+        self._link.block()
+        return True
+
+    def _issue(self) -> None:
+        issued = False
+        while (key := self.brain.next_copy(self.phase)) >= 0:
+            layer, expert = divmod(key, self.brain.shape.experts)
+            slot = self.brain.slot(layer, expert)
+            if self.spans is not None:
+                self._issued_at[key] = time.perf_counter_ns()
+            self._link.issue(key, self._slab.block(layer, expert), self._pool.slot(slot), slot)
+            self._order[key] = time.perf_counter_ns()
+            issued = True
+        if issued and self._wake_on_issue:
+            self.lock.notify_all()
+
+    def _report(self, keys: list[int]) -> None:
+        for key in keys:
+            self.brain.complete(key)
+            if self.spans is not None:
+                self.spans.append((key, self._issued_at.pop(key), time.perf_counter_ns()))
+        if keys:
+            self.lock.notify_all()

@@ -1,0 +1,232 @@
+"""The hot path: one decode step and one prompt chunk, with experts where the brain says (design: section 7)."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from foreload.backend.experts.cpu import CpuExperts
+from foreload.backend.experts.link import Link
+from foreload.backend.experts.pool import SlotPool
+from foreload.backend.experts.slab import HostSlab, run_expert
+from foreload.backend.experts.transfer import CopyThread
+from foreload.backend.models.decoder import Decoder
+from foreload.backend.observe import Marks, NoMarks, Observer, RouteLog
+from foreload.backend.policy.state import DECODE, KEPT, N_FREE, PREFILL
+from foreload.backend.policy.step import ACT_CPU, ACT_FETCH, ACT_HIT, ACT_LATE
+from foreload.backend.predict.gate import predict_gate
+
+_ONE = {k: np.ones(k, np.int32) for k in range(1, 65)}
+
+
+class Forward:
+    """Runs a decoder over tokens of one sequence. Used by one thread; `depth` and `width` follow the settings."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        slab: HostSlab,
+        pool: SlotPool,
+        link: Link,
+        copies: CopyThread,
+        cpu: CpuExperts,
+        poison: bool = False,
+    ) -> None:
+        self.decoder = decoder
+        self.marks: Marks = NoMarks()
+        self.depth = 0
+        self.width = decoder.shape.top_k
+        self.observer: Observer | None = None
+        self._shape = decoder.shape
+        self._slab, self._pool, self._link, self._copies, self._cpu = slab, pool, link, copies, cpu
+        self._brain = copies.brain
+        self._asynchronous = link.asynchronous
+        self._open: tuple[int, list[int]] | None = None  # layer-step begun and not finished, and its copies
+        self._poisoned: set[int] | None = set() if poison else None
+
+    # Decode
+
+    def decode(self, token_id: int, position: int) -> Tensor:
+        """Logits [vocab] after feeding one token at `position`."""
+        decoder, shape, marks = self.decoder, self._shape, self.marks
+        log = RouteLog(self.observer, 1, shape.n_moe_layers, shape.top_k) if self.observer else None
+        marks.start()
+        x = decoder.embed(torch.tensor([token_id], device=decoder.device))
+        marks.mark("embed")
+        for at, layer in enumerate(shape.moe_layers):
+            r = decoder.attend(layer, x, position)
+            marks.mark("attention", at)
+            h = decoder.moe_input(layer, r)
+            ids, weights = decoder.route(layer, h)
+            experts = ids[0].tolist()
+            marks.mark("route", at)
+            predicted = self._predict(at, r, log)
+            x = r + self._experts(at, experts, h, weights, predicted)
+            if not self._asynchronous:
+                self._finish()
+            marks.mark("finish", at)
+            if log is not None:
+                log.experts[0, at] = experts
+                log.weights[0, at] = weights[0].cpu().numpy()
+                marks.start()
+        logits = decoder.logits(x)[0]
+        self._finish()
+        self._brain.end_step()
+        if log is not None:
+            log.close(False, position, [token_id])
+        return logits
+
+    def _predict(self, at: int, r: Tensor, log: RouteLog | None) -> NDArray[np.int32]:
+        """Predictions for the next layers, [targets, width], for the brain; the log's may reach further."""
+        depth, width = self.depth, self.width
+        if self.observer is not None:
+            depth, width = max(depth, self.observer.depth), max(width, self.observer.width)
+        if depth == 0 or at + 1 == self._shape.n_moe_layers:
+            return np.empty((0, 0), np.int32)
+        ids = predict_gate(self.decoder, at, r, depth, width)[:, 0].cpu().numpy().astype(np.int32)
+        self.marks.mark("predict", at)
+        if log is not None and self.observer is not None:
+            for ahead in range(min(len(ids), self.observer.depth)):
+                log.predicted[ahead + 1][0, at + 1 + ahead] = ids[ahead, : self.observer.width]
+        return ids[: self.depth, : self.width]
+
+    def _experts(self, at: int, experts: list[int], h: Tensor, weights: Tensor, predicted: NDArray[np.int32]) -> Tensor:
+        """Weighted sum [1, hidden] of a token's experts, each run where the brain says.
+
+        Outputs are collected per rank and summed in rank order, so where and when an expert ran changes nothing.
+        """
+        order = np.argsort(experts).astype(np.int32)
+        demanded = np.asarray(experts, np.int32)[order]
+        actions = self._begin(at, demanded, predicted)
+        out = torch.empty(len(experts), h.shape[1], device=h.device, dtype=h.dtype)
+        ranks = order.tolist()
+        on_cpu = [i for i, action in enumerate(actions) if action == ACT_CPU]
+        host_out = self._submit_cpu(at, [int(demanded[i]) for i in on_cpu], h)
+        self.marks.mark("plan", at)
+        used = []
+        for i, action in enumerate(actions):
+            if action == ACT_HIT:
+                used.append(self._run_slot(at, int(demanded[i]), h, out[ranks[i]]))
+        self.marks.mark("experts_gpu", at)
+        waiting = {self._key(at, int(demanded[i])): i for i, a in enumerate(actions) if a in (ACT_LATE, ACT_FETCH)}
+        self._open = (at, list(waiting))
+        while waiting:
+            key = self._copies.take_ready(waiting)
+            i = waiting.pop(key)
+            expert = int(demanded[i])
+            self._link.when_landed(self._brain.slot(at, expert))
+            self.marks.mark("wait", at, expert)
+            used.append(self._run_slot(at, expert, h, out[ranks[i]]))
+            self.marks.mark("experts_gpu", at, expert)
+        if host_out is not None:
+            self._cpu.join()
+            self.marks.mark("wait_cpu", at)
+            out[[ranks[i] for i in on_cpu]] = host_out.to(out.device)
+        self._link.slot_used(used)
+        return (weights[0, :, None] * out.float()).sum(0, keepdim=True).to(h.dtype)
+
+    def _finish(self) -> None:
+        """End the open layer-step, if any, once its copies have landed.
+
+        Over an asynchronous link this happens when the next layer has been routed, so that the host runs ahead.
+        """
+        if self._open is None:
+            return
+        layer, keys = self._open
+        self._open = None
+        self._copies.wait_landed(keys)
+        with self._copies.lock:
+            self._brain.finish(layer)
+            self._poison_free()
+            self._copies.lock.notify_all()
+
+    def _begin(self, at: int, demanded: NDArray[np.int32], predicted: NDArray[np.int32]) -> list[int]:
+        self._finish()
+        with self._copies.lock:
+            actions: list[int] = self._brain.begin(at, demanded, _ONE[len(demanded)]).tolist()
+            for ahead in range(len(predicted)):
+                self._brain.prefetch(at + 1 + ahead, predicted[ahead])
+            self._copies.lock.notify_all()
+        return actions
+
+    def _submit_cpu(self, at: int, experts: list[int], h: Tensor) -> Tensor | None:
+        return self._cpu.submit(at, experts, h.cpu()) if experts else None
+
+    def _key(self, at: int, expert: int) -> int:
+        return at * self._shape.experts + expert
+
+    def _run_slot(self, at: int, expert: int, x: Tensor, out: Tensor) -> int:
+        """Run a resident expert on x [1, hidden] into out [hidden]; returns its slot."""
+        slot = self._brain.slot(at, expert)
+        out.copy_(run_expert(x, *self._pool.views(slot))[0])
+        return slot
+
+    def _poison_free(self) -> None:
+        """Debug mode: fill slots that became free with NaN, ordered before the next copy into them (lock held)."""
+        if self._poisoned is None:
+            return
+        state = self._brain.state
+        free = set(state.free[: state.scalars[N_FREE]].tolist())
+        for slot in free - self._poisoned:
+            self._pool.poison(slot)
+        self._link.slot_used(list(free - self._poisoned))
+        self._poisoned = free
+
+    # Prefill
+
+    def prefill(self, token_ids: list[int], position: int, last: bool) -> Tensor:
+        """Logits [vocab] after feeding a prompt chunk at `position`; the `last` chunk fills the cache."""
+        decoder, shape = self.decoder, self._shape
+        log = RouteLog(self.observer, len(token_ids), shape.n_moe_layers, shape.top_k) if self.observer else None
+        self._copies.phase = PREFILL
+        x = decoder.embed(torch.tensor(token_ids, device=decoder.device))
+        for at, layer in enumerate(shape.moe_layers):
+            r = decoder.attend(layer, x, position)
+            h = decoder.moe_input(layer, r)
+            ids, weights = decoder.route(layer, h)
+            routed = ids.cpu().numpy()
+            x = r + self._prefill_experts(at, routed, h, weights, last)
+            if log is not None:
+                log.experts[:, at] = routed
+                log.weights[:, at] = weights.cpu().numpy()
+        self._copies.phase = DECODE
+        if log is not None:
+            log.close(True, position, token_ids)
+        return decoder.logits(x[-1:])[0]
+
+    def _prefill_experts(self, at: int, routed: NDArray[np.int64], h: Tensor, weights: Tensor, last: bool) -> Tensor:
+        """Weighted sum [n, hidden]: residents first, then the others through staging, wave by wave."""
+        shape = self._shape
+        counts = np.bincount(routed.ravel(), minlength=shape.experts).astype(np.int32)
+        out = torch.empty(*routed.shape, h.shape[1], device=h.device, dtype=h.dtype)
+        with self._copies.lock:
+            target = self._brain.prefill_targets(at, counts, last)
+            resident = self._brain.state.status[at] == KEPT
+        for expert in np.flatnonzero((counts > 0) & resident).tolist():
+            self._run_rows(at, expert, routed, h, out)
+        todo = np.flatnonzero((counts > 0) & ~resident).tolist()[::-1]
+        waiting: set[int] = set()
+        while todo or waiting:
+            with self._copies.lock:
+                while todo and self._brain.prefill_fetch(at, todo[-1]):
+                    waiting.add(self._key(at, todo.pop()))
+                self._copies.lock.notify_all()
+            key = self._copies.take_ready(waiting)
+            waiting.remove(key)
+            expert = key % shape.experts
+            self._link.when_landed(self._brain.slot(at, expert))
+            self._run_rows(at, expert, routed, h, out)
+            self._copies.wait_landed([key])
+            with self._copies.lock:
+                self._brain.prefill_done(at, expert, target)
+                self._poison_free()
+        return (weights[..., None] * out.float()).sum(1).to(h.dtype)
+
+    def _run_rows(self, at: int, expert: int, routed: NDArray[np.int64], h: Tensor, out: Tensor) -> None:
+        """Run a resident expert on the rows routed to it."""
+        rows, ranks = (torch.from_numpy(index).to(h.device) for index in np.nonzero(routed == expert))
+        slot = self._brain.slot(at, expert)
+        out[rows, ranks] = run_expert(h[rows], *self._pool.views(slot))
+        self._link.slot_used([slot])

@@ -1,0 +1,1 @@
+"""Model families: configuration, tensor names, dense blocks."""

@@ -1,0 +1,77 @@
+"""What a forward tells those who watch it: routing for the recorder, spans for the timeline."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Routing of one forward over n positions of one request."""
+
+    prefill: bool
+    position: int  # of the first row
+    token_ids: NDArray[np.int32]  # [n]
+    experts: NDArray[np.int16]  # [n, MoE layers, k] in rank order
+    weights: NDArray[np.float16]  # [n, MoE layers, k]
+    predicted: dict[int, NDArray[np.int16]]  # depth -> [n, MoE layers, width], -1 = none
+
+
+class Observer(Protocol):
+    """Receives every forward's routing; decode forwards also carry predictions of this depth and width."""
+
+    depth: int
+    width: int
+
+    def routed(self, routed: Routed) -> None:
+        """One forward is done."""
+
+
+class RouteLog:
+    """Collects one forward's routing layer by layer for an observer."""
+
+    def __init__(self, observer: Observer, tokens: int, layers: int, top_k: int) -> None:
+        self._observer = observer
+        self.experts = np.zeros((tokens, layers, top_k), np.int16)
+        self.weights = np.zeros((tokens, layers, top_k), np.float16)
+        self.predicted = {
+            depth: np.full((tokens, layers, observer.width), -1, np.int16) for depth in range(1, observer.depth + 1)
+        }
+
+    def close(self, prefill: bool, position: int, token_ids: list[int]) -> None:
+        """Hand the forward over."""
+        ids = np.asarray(token_ids, np.int32)
+        self._observer.routed(Routed(prefill, position, ids, self.experts, self.weights, self.predicted))
+
+
+class Marks:
+    """Consecutive spans of the decoding thread: `mark(kind)` ends the span begun by the mark before it."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[str, int, int, int, int]] = []  # kind, layer, expert, begun, done (perf_counter ns)
+        self._since = time.perf_counter_ns()
+
+    def start(self) -> None:
+        """Begin a span here, without recording the time since the last mark."""
+        self._since = time.perf_counter_ns()
+
+    def mark(self, kind: str, layer: int = -1, expert: int = -1) -> None:
+        """Record the span since the last mark."""
+        now = time.perf_counter_ns()
+        self.spans.append((kind, layer, expert, self._since, now))
+        self._since = now
+
+
+class NoMarks(Marks):
+    """Records nothing."""
+
+    def start(self) -> None:
+        """Nothing."""
+
+    def mark(self, kind: str, layer: int = -1, expert: int = -1) -> None:
+        """Nothing."""

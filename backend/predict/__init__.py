@@ -1,0 +1,1 @@
+"""Prediction of the experts of later layers (design: section 4)."""
