@@ -122,7 +122,10 @@ class TraceWriter:
     def close(self) -> None:
         """Finish: merge the parts into the file, which appears whole or not at all, and remove the folder."""
         self.flush()
-        _merge(self._parts, self.path, self.meta)
+        try:
+            _merge(self._parts, self.path, self.meta)
+        except FileError as error:
+            raise FileError(f"{error} (the recording is kept in {self._folder.name})") from error
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def abandon(self) -> None:

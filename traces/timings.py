@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -104,6 +105,7 @@ def write_timings(path: Path, timings: Timings) -> None:
 def read_timings(path: Path) -> Timings:
     """The timings in `path`; FileError in one line if missing, not Parquet, truncated or of another origin."""
     try:
+        os.stat(path)
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             table = file.read()
     except FileNotFoundError as error:

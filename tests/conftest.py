@@ -1,0 +1,155 @@
+"""Fixtures shared by all tests, and the tiers: every test is marked unit, integration, slow or gpu."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import pytest
+
+from foreload.shape import ModelShape
+from foreload.traces.schema import DECODE, PREFILL, PredictionColumn, Trace, TraceMeta
+
+TIERS = {"unit", "integration", "slow", "gpu"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse tests without a tier; skip `gpu` where there is no CUDA device."""
+    bare = [item.nodeid for item in items if not TIERS & {mark.name for mark in item.iter_markers()}]
+    if bare:
+        raise pytest.UsageError(f"mark as one of {', '.join(sorted(TIERS))}: {', '.join(bare[:5])}")
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in on_gpu:
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture
+def shape() -> ModelShape:
+    """A small shape whose MoE layers are not numbered from 0."""
+    return ModelShape(
+        family="qwen3_moe",
+        layers=4,
+        moe_layers=(1, 2, 3),
+        hidden=16,
+        heads=2,
+        kv_heads=1,
+        head_dim=8,
+        vocab=64,
+        experts=8,
+        top_k=2,
+        expert_width=8,
+        scoring="softmax_topk",
+        normalise_weights=True,
+        rope_theta=1e4,
+        norm_eps=1e-6,
+        max_positions=512,
+        tied_embeddings=True,
+    )
+
+
+@pytest.fixture
+def make_meta(shape: ModelShape) -> Callable[..., TraceMeta]:
+    """Metadata of a recording of `shape`; keywords replace fields."""
+
+    def make(**fields: Any) -> TraceMeta:
+        used = fields.pop("model_shape", shape)
+        base: dict[str, Any] = {
+            "model": "mini",
+            "weights_hash": "0123456789ab",
+            "tokenizer_hash": "ba9876543210",
+            "shape": asdict(used),
+            "shape_hash": used.hash,
+            "moe_layers": used.n_moe_layers,
+            "experts": used.experts,
+            "top_k": used.top_k,
+            "scoring": used.scoring,
+            "source": "test",
+            "sampling": {"temperature": 0.0},
+            "machine": "test machine",
+            "software": {"python": "3"},
+            "seed": 0,
+        }
+        return TraceMeta(**{**base, **fields})
+
+    return make
+
+
+@pytest.fixture
+def make_trace(make_meta: Callable[..., TraceMeta]) -> Callable[..., Trace]:
+    """A recording with random routing: per request `prompt` tokens in one prefill step, then `tokens` decode steps."""
+
+    def make(
+        requests: int = 2,
+        prompt: int = 5,
+        tokens: int = 8,
+        seed: int = 0,
+        predictions: Sequence[PredictionColumn] = (),
+        **fields: Any,
+    ) -> Trace:
+        meta = make_meta(predictions=tuple(predictions), seed=seed, **fields)
+        rng = np.random.default_rng(seed)
+        steps_per_request = tokens + 1
+        step_in_request = np.concatenate([np.zeros(prompt, np.int32), np.arange(1, steps_per_request)])
+        request = np.repeat(np.arange(requests, dtype=np.int32), prompt + tokens)
+        step = (np.tile(step_in_request, requests) + request * steps_per_request).astype(np.int32)
+        rows = len(request)
+
+        def ranked(width: int) -> np.ndarray:
+            scores = rng.random((rows, meta.moe_layers, meta.experts))
+            return np.argsort(scores, axis=2)[:, :, :width].astype(np.int16)
+
+        guesses = {(p.predictor, p.depth): ranked(p.width) for p in predictions}
+        for (_, depth), block in guesses.items():
+            block[:, :depth] = -1
+        weights = rng.random((rows, meta.moe_layers, meta.top_k)).astype(np.float16) if meta.has_weights else None
+        return Trace(
+            meta=meta,
+            request=request,
+            step=step,
+            phase=np.tile(np.where(step_in_request == 0, PREFILL, DECODE), requests).astype(np.int8),
+            position=np.tile(np.arange(prompt + tokens, dtype=np.int32), requests),
+            token_id=rng.integers(0, 64, rows, dtype=np.int32),
+            accepted=np.ones(rows, np.bool_),
+            experts=ranked(meta.top_k),
+            weights=weights,
+            predictions=guesses,
+        )
+
+    return make
+
+
+@pytest.fixture
+def write_trace() -> Callable[..., None]:
+    """Write a trace through the writer, a step at a time, as an engine would."""
+    from foreload.traces.io import TraceWriter
+
+    def write(path: Any, trace: Trace, flush_rows: int = 1024) -> None:
+        with TraceWriter(path, trace.meta, flush_rows) as writer:
+            append_steps(writer, trace)
+
+    return write
+
+
+def append_steps(writer: Any, trace: Trace) -> None:
+    """Append every step of `trace`."""
+    starts = trace.step_starts()
+    for first, last in itertools.pairwise(starts):
+        rows = trace.take(slice(int(first), int(last)))
+        writer.append(
+            int(rows.request[0]),
+            int(rows.step[0]),
+            int(rows.phase[0]),
+            rows.position,
+            rows.token_id,
+            rows.experts,
+            accepted=rows.accepted,
+            weights=rows.weights,
+            predictions=rows.predictions,
+        )
