@@ -24,11 +24,11 @@ from foreload.backend.forward import Forward
 from foreload.backend.models.checkpoint import Checkpoint
 from foreload.backend.models.decoder import Decoder
 from foreload.backend.observe import Observer
-from foreload.backend.policy import Brain, SplitCosts
+from foreload.backend.policy import Brain, SplitCosts, compile_policies
 from foreload.backend.sampling import Sampler, Sampling
 from foreload.backend.tokenizer import TextTokenizer
 from foreload.budget import slot_budget
-from foreload.errors import BudgetError, UsageError
+from foreload.errors import UsageError
 from foreload.settings import Settings, check_slots
 from foreload.units import format_bytes
 
@@ -97,9 +97,8 @@ class Engine:
         """
         settings = settings or Settings()
         if options.context_tokens > checkpoint.shape.max_positions:
-            raise UsageError(
-                f"context_tokens {options.context_tokens} exceeds the model's {checkpoint.shape.max_positions} positions"
-            )
+            limit = checkpoint.shape.max_positions
+            raise UsageError(f"context_tokens {options.context_tokens} exceeds the model's {limit} positions")
         self.checkpoint, self.options, self.shape = checkpoint, options, checkpoint.shape
         self.dtype_name = options.resolved_dtype
         self.device = torch.device(options.device)
@@ -113,6 +112,7 @@ class Engine:
         self.slab = HostSlab(checkpoint, dtype, options.device == "cuda", progress)
         decoder = Decoder(checkpoint, self.device, dtype, options.context_tokens)
         self.pool = SlotPool(self.shape, self.device, dtype)
+        compile_policies()
         self.brain = Brain(self.shape, settings, self.capacity, costs)
         self.pool.grow(self.brain.slots)
         self._costs = costs
@@ -272,6 +272,3 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-__all__ = ["BudgetError", "Device", "Engine", "EngineOptions", "Generation"]

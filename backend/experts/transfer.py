@@ -1,4 +1,4 @@
-"""The copy thread: serves the brain's queue over a link and tells the decoding thread what was issued and has landed."""
+"""The copy thread: serves the brain's queue over a link and tells the decoding thread what it may use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PR_SET_TIMERSLACK = 29
 class CopyThread:
     """Owns the lock under which the brain is used; everything that touches the brain holds `lock`.
 
-    An asynchronous link (CUDA) lets the decoding thread go on once a copy is issued, a synchronous one once it has landed.
+    An asynchronous link (CUDA) lets the decoding thread go on once a copy is issued, a synchronous one once it landed.
     """
 
     def __init__(self, brain: Brain, slab: HostSlab, pool: SlotPool, link: Link) -> None:

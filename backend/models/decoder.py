@@ -133,7 +133,7 @@ class Decoder:
         return F.rms_norm(r, (self.shape.hidden,), self.layers[layer].moe_norm, self.shape.norm_eps)
 
     def route(self, layer: int, h: Tensor) -> tuple[Tensor, Tensor]:
-        """Ids [n, k] in rank order and fp32 weights [n, k] of the experts that the normed input h [n, hidden] goes to."""
+        """Ids [n, k] in rank order and fp32 weights [n, k] of the experts of the normed input h [n, hidden]."""
         scores = F.linear(h, self.layers[layer].gate).softmax(dim=-1, dtype=torch.float32)
         weights, ids = torch.topk(scores, self.shape.top_k, dim=-1)
         if self.shape.normalise_weights:

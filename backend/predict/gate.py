@@ -1,4 +1,4 @@
-"""`gate`: a later layer's own norm and gate applied to this layer's residual stream (Speculating Experts, section 3)."""
+"""`gate`: a later layer's own norm and gate on this layer's residual stream (Speculating Experts, section 3)."""
 
 from __future__ import annotations
 

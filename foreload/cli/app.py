@@ -11,10 +11,12 @@ from typing import Annotated, Any
 
 import typer
 
-from foreload.cli import report, simulate, trace, tune
+from foreload.cli import record, report, run_model, simulate, trace, tune
 from foreload.errors import BudgetError, ForeloadError
 
 COMMANDS: Mapping[str, Callable[..., None]] = {
+    "run": run_model.run,
+    "record": record.record,
     "simulate": simulate.simulate,
     "tune": tune.tune,
     "report": report.report,

@@ -1,0 +1,142 @@
+"""Recording: run prompts through the engine and write the routing of every token (design: section 7b)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from foreload.assets import ASSETS
+from foreload.backend.engine import Engine, Generation
+from foreload.backend.observe import Routed
+from foreload.backend.sampling import Sampling
+from foreload.errors import FileError
+from foreload.files import read_bytes
+from foreload.machine import machine_name, software
+from foreload.settings import MAX_PREFETCH_DEPTH
+from foreload.traces.io import TraceWriter
+from foreload.traces.schema import DECODE, PREFILL, PredictionColumn, TraceMeta
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One request to record."""
+
+    subject: str
+    text: str
+
+
+def read_prompts(path: Path | None = None) -> list[Prompt]:
+    """Prompts of a file: JSON lines with `text` and optionally `subject`, else one prompt per non-empty line.
+
+    Without a path, the bundled prompts. FileError names the line that is wrong.
+    """
+    path = path or ASSETS / "prompts.jsonl"
+    try:
+        lines = read_bytes(path, "prompts").decode("utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise FileError(f"{path}: prompts are not UTF-8 text: {error}") from error
+    prompts = [_prompt(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not prompts:
+        raise FileError(f"{path}: holds no prompt: one per line, or JSON lines with a field 'text', are accepted")
+    return prompts
+
+
+def _prompt(path: Path, number: int, line: str) -> Prompt:
+    if path.suffix != ".jsonl":
+        return Prompt("", line)
+    try:
+        row = json.loads(line)
+        text, subject = row["text"], row.get("subject", "")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FileError(f"{path}: line {number} is no JSON object with a field 'text'") from error
+    if not isinstance(text, str) or not isinstance(subject, str) or not text:
+        raise FileError(f"{path}: line {number}: fields 'text' (not empty) and 'subject' must be strings")
+    return Prompt(subject, text)
+
+
+class Recorder:
+    """An `Observer` that writes what it sees; predictions of the gate are recorded to `depth` and `width`."""
+
+    def __init__(self, writer: TraceWriter, depth: int, width: int) -> None:
+        self.depth, self.width = depth, width
+        self.request = 0
+        self._writer = writer
+        self._step = 0
+
+    def routed(self, routed: Routed) -> None:
+        """Write the rows of one forward."""
+        positions = range(routed.position, routed.position + len(routed.token_ids))
+        self._writer.append(
+            self.request,
+            self._step,
+            PREFILL if routed.prefill else DECODE,
+            list(positions),
+            routed.token_ids,
+            routed.experts,
+            weights=routed.weights if self._writer.meta.has_weights else None,
+            predictions={} if routed.prefill else {("gate", d): ids for d, ids in routed.predicted.items()},
+        )
+        self._step += 1
+
+
+def trace_meta(
+    engine: Engine, subjects: Sequence[str], sampling: Sampling, depth: int, width: int, weights: bool
+) -> TraceMeta:
+    """Provenance of a recording made by `engine`."""
+    shape, checkpoint = engine.shape, engine.checkpoint
+    return TraceMeta(
+        model=checkpoint.name,
+        weights_hash=checkpoint.weights_hash,
+        tokenizer_hash=checkpoint.tokenizer_hash,
+        shape=asdict(shape),
+        shape_hash=shape.hash,
+        moe_layers=shape.n_moe_layers,
+        experts=shape.experts,
+        top_k=shape.top_k,
+        scoring=shape.scoring,
+        source="foreload engine",
+        sampling=asdict(sampling),
+        machine=machine_name(),
+        software=software(),
+        seed=sampling.seed,
+        subjects=tuple(subjects),
+        has_weights=weights,
+        predictions=tuple(PredictionColumn(predictor="gate", depth=d, width=width) for d in range(1, depth + 1)),
+    )
+
+
+def record(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    out: Path,
+    *,
+    prompt_tokens: int = 128,
+    max_tokens: int = 64,
+    sampling: Sampling | None = None,
+    depth: int = MAX_PREFETCH_DEPTH,
+    width: int | None = None,
+    weights: bool = False,
+    stop: bool = True,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Generation]:
+    """Generate up to `max_tokens` after the first `prompt_tokens` of each prompt and write the routing to `out`.
+
+    Gate predictions are recorded to `depth` (0: none) and `width` (default 2 top-k). FileError, with nothing under the
+    final name, if the file cannot be written.
+    """
+    sampling = sampling or Sampling()
+    width = min(width or 2 * engine.shape.top_k, engine.shape.experts)
+    depth = min(depth, engine.shape.n_moe_layers - 1)
+    meta = trace_meta(engine, [prompt.subject for prompt in prompts], sampling, depth, width, weights)
+    generations = []
+    with TraceWriter(out, meta) as writer:
+        recorder = Recorder(writer, depth, width)
+        for index, prompt in enumerate(prompts):
+            recorder.request = index
+            ids = engine.tokenizer.encode(prompt.text)[:prompt_tokens]
+            generations.append(engine.generate(ids, max_tokens, sampling, recorder, stop=stop))
+            if progress is not None:
+                progress(index + 1, len(prompts))
+    return generations

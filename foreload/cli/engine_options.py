@@ -1,0 +1,90 @@
+"""Flags that several commands share: which model on which device, and the engine they describe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from foreload.settings import Settings
+from foreload.units import parse_bytes, parse_rate
+
+if TYPE_CHECKING:
+    from foreload.backend.engine import Engine, EngineOptions
+    from foreload.cli.output import Output
+
+DeviceName = Literal["auto", "cpu", "cuda"]
+
+ModelArg = Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face folder, or `mini` (bundled).")]
+DeviceFlag = Annotated[DeviceName, typer.Option("--device", help="auto: cuda if a GPU is visible.")]
+DtypeFlag = Annotated[
+    Literal["float32", "bfloat16"] | None, typer.Option("--dtype", help="Default: float32 on cpu, bfloat16 on cuda.")
+]
+VramFlag = Annotated[
+    str | None, typer.Option("--vram", metavar="SIZE", help="Device memory to use, like 8GiB. Default: what is free.")
+]
+LinkFlag = Annotated[
+    str | None, typer.Option("--link", metavar="RATE", help="On cpu: emulate a link of this rate, like 100MB/s.")
+]
+ContextFlag = Annotated[int, typer.Option("--context", metavar="TOKENS", help="Longest prompt and answer together.")]
+ProfileFlag = Annotated[
+    Path | None, typer.Option("--profile", metavar="FILE", help="Machine profile; miss_action `split` decides by it.")
+]
+SettingsFlag = Annotated[
+    Path | None, typer.Option("--settings", metavar="FILE", help="JSON or TOML. Default: the largest uniform cache.")
+]
+
+
+def engine_options(
+    device: DeviceName, dtype: str | None, vram: str | None, link: str | None, context: int
+) -> EngineOptions:
+    """The options in force; UsageError for a flag that is wrong."""
+    from foreload.backend.engine import EngineOptions
+
+    return EngineOptions(
+        device=resolve_device(device),
+        dtype=dtype,
+        context_tokens=context,
+        vram_bytes=None if vram is None else parse_bytes(vram, "--vram"),
+        link_bytes_per_s=None if link is None else parse_rate(link, "--link"),
+    )
+
+
+def resolve_device(device: DeviceName) -> Literal["cpu", "cuda"]:
+    """`auto` as the device it means here."""
+    if device != "auto":
+        return device
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def load_settings(path: Path | None) -> Settings:
+    """The settings of a file, or the default."""
+    return Settings() if path is None else Settings.load(path)
+
+
+def open_engine(model: str, options: EngineOptions, settings: Settings, profile: Path | None, output: Output) -> Engine:
+    """An engine under `settings`, loaded with a progress display."""
+    from foreload.backend.engine import Engine
+    from foreload.backend.models.checkpoint import Checkpoint
+
+    checkpoint = Checkpoint.open(model)
+    costs = None
+    if profile is not None:
+        from foreload.profiler.schema import HardwareProfile
+        from foreload.simulator.costs import split_costs
+
+        measured = HardwareProfile.load(profile)
+        measured.check_model(checkpoint.shape, options.resolved_dtype)
+        costs = split_costs(measured, checkpoint.shape, settings)
+    with output.progress() as progress:
+        task = progress.add_task("loading experts", total=None)
+        return Engine(
+            checkpoint,
+            options,
+            settings,
+            costs,
+            lambda done, total: progress.update(task, completed=done, total=total),
+        )

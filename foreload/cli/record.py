@@ -1,0 +1,81 @@
+"""`foreload record`: run prompts through the engine and keep how every token was routed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from foreload.cli.engine_options import (
+    ContextFlag,
+    DeviceFlag,
+    DtypeFlag,
+    LinkFlag,
+    ModelArg,
+    ProfileFlag,
+    SettingsFlag,
+    VramFlag,
+    engine_options,
+    load_settings,
+    open_engine,
+)
+from foreload.cli.output import JsonFlag, Output
+
+
+def record(
+    model: ModelArg,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Parquet file to write.")],
+    prompts: Annotated[
+        Path | None, typer.Option("--prompts", help="JSON lines with text and subject, or one prompt a line.")
+    ] = None,
+    tokens: Annotated[int, typer.Option("--tokens", "-n", help="Tokens to generate per prompt.")] = 64,
+    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", help="Tokens of each prompt that are fed.")] = 128,
+    requests: Annotated[int | None, typer.Option("--requests", help="Use the first so many prompts.", min=1)] = None,
+    depth: Annotated[int, typer.Option("--depth", help="Layers ahead to record gate predictions.", min=0, max=2)] = 2,
+    width: Annotated[int | None, typer.Option("--width", help="Experts per prediction. Default: 2 k.", min=1)] = None,
+    weights: Annotated[bool, typer.Option("--weights", help="Record router weights too.")] = False,
+    temperature: Annotated[float, typer.Option("--temperature", help="0: greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option("--top-p", help="Draw from the likeliest tokens of this probability.")] = 1.0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the draws.")] = 0,
+    settings: SettingsFlag = None,
+    profile: ProfileFlag = None,
+    device: DeviceFlag = "auto",
+    dtype: DtypeFlag = None,
+    vram: VramFlag = None,
+    link: LinkFlag = None,
+    context: ContextFlag = 2048,
+    as_json: JsonFlag = False,
+) -> None:
+    """Generate from prompts and record routing, gate predictions and, if asked, router weights."""
+    from foreload.backend.recorder import read_prompts
+    from foreload.backend.recorder import record as run
+    from foreload.backend.sampling import Sampling
+
+    output = Output(as_json)
+    chosen = read_prompts(prompts)[:requests]
+    options = engine_options(device, dtype, vram, link, context)
+    sampling = Sampling(temperature, top_p, seed)
+    with open_engine(model, options, load_settings(settings), profile, output) as engine, output.progress() as progress:
+        task = progress.add_task("recording", total=len(chosen))
+        generations = run(
+            engine,
+            chosen,
+            out,
+            prompt_tokens=prompt_tokens,
+            max_tokens=tokens,
+            sampling=sampling,
+            depth=depth,
+            width=width,
+            weights=weights,
+            progress=lambda done, _: progress.update(task, completed=done),
+        )
+    values: dict[str, Any] = {
+        "file": str(out),
+        "requests": len(generations),
+        "prompt_tokens": sum(g.prompt_tokens for g in generations),
+        "decode_tokens": sum(len(g.step_ns) for g in generations),
+        "bytes": out.stat().st_size,
+    }
+    line = "{file}: {requests} requests, {prompt_tokens} prompt and {decode_tokens} decode tokens, {bytes} bytes"
+    output.finish(values, lambda console: console.print(line.format(**values)))

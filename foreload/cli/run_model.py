@@ -1,0 +1,117 @@
+"""`foreload run`: generate from a prompt and say what it cost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foreload.cli.engine_options import (
+    ContextFlag,
+    DeviceFlag,
+    DtypeFlag,
+    LinkFlag,
+    ModelArg,
+    ProfileFlag,
+    SettingsFlag,
+    VramFlag,
+    engine_options,
+    load_settings,
+    open_engine,
+)
+from foreload.cli.output import JsonFlag, Output, facts
+from foreload.errors import UsageError
+from foreload.files import read_bytes
+
+if TYPE_CHECKING:
+    from foreload.backend.engine import Engine, Generation
+
+
+def run(
+    model: ModelArg,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Text to continue.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option("--prompt-file", help="File with the text to continue.")] = None,
+    tokens: Annotated[int, typer.Option("--tokens", "-n", help="Most tokens to generate.")] = 64,
+    temperature: Annotated[float, typer.Option("--temperature", help="0: greedy.")] = 0.0,
+    top_p: Annotated[
+        float, typer.Option("--top-p", help="Draw from the likeliest tokens of this total probability.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the draws.")] = 0,
+    settings: SettingsFlag = None,
+    profile: ProfileFlag = None,
+    device: DeviceFlag = "auto",
+    dtype: DtypeFlag = None,
+    vram: VramFlag = None,
+    link: LinkFlag = None,
+    context: ContextFlag = 2048,
+    as_json: JsonFlag = False,
+) -> None:
+    """Generate text; prints it with time per token, hit rate and bytes moved."""
+    from foreload.backend.sampling import Sampling
+
+    if (prompt is None) == (prompt_file is None):
+        raise UsageError("give the text to continue with --prompt or --prompt-file, one of them")
+    text = prompt if prompt is not None else read_bytes(Path(str(prompt_file)), "prompt").decode("utf-8", "replace")
+    output = Output(as_json)
+    options = engine_options(device, dtype, vram, link, context)
+    sampling = Sampling(temperature, top_p, seed)
+    with open_engine(model, options, load_settings(settings), profile, output) as engine:
+        with output.progress() as progress:
+            task = progress.add_task("generating", total=tokens)
+            generation = engine.generate(
+                engine.tokenizer.encode(text), tokens, sampling, on_token=lambda _: progress.advance(task)
+            )
+        values = {"text": engine.tokenizer.decode(generation.token_ids), **summary(engine, generation)}
+    output.finish(values, lambda console: _show(console, text, values))
+
+
+def summary(engine: Engine, generation: Generation) -> dict[str, Any]:
+    """What one generation cost, as measured."""
+    from foreload.backend.policy import Counter
+    from foreload.backend.policy.state import DECODE
+
+    totals = generation.counters[DECODE].sum(axis=0)
+    demand = int(totals[Counter.HITS] + totals[Counter.LATE] + totals[Counter.MISSES])
+    copied = int(totals[Counter.FETCHED] + totals[Counter.PREFETCHED] + totals[Counter.UPLOADED])
+    steps = len(generation.step_ns)
+    return {
+        "source": "measured",
+        "settings": engine.settings.describe(),
+        "prompt_tokens": generation.prompt_tokens,
+        "tokens": len(generation.token_ids),
+        "ttft_ms": generation.ttft_ns / 1e6,
+        "tpot_ms": generation.tpot_ms if steps else None,
+        "hit_rate": int(totals[Counter.HITS]) / demand if demand else None,
+        "late_rate": int(totals[Counter.LATE]) / demand if demand else None,
+        "cpu_rate": int(totals[Counter.ON_CPU]) / demand if demand else None,
+        "bytes_per_token": copied * engine.expert_bytes / steps if steps else None,
+        "memory": engine.describe_memory(),
+    }
+
+
+def _show(console: Any, prompt: str, values: dict[str, Any]) -> None:
+    console.print(f"[dim]{_escape(prompt)}[/dim]{_escape(values['text'])}\n")
+    if values["tpot_ms"] is None:
+        console.print(f"first token after {values['ttft_ms']:.1f} ms (measured)")
+        return
+    rates = f"{values['hit_rate']:.1%} hits, {values['late_rate']:.1%} late, {values['cpu_rate']:.1%} on the CPU"
+    console.print(
+        facts(
+            "measured",
+            {
+                "settings": values["settings"],
+                "time per token": f"{values['tpot_ms']:.2f} ms over {values['tokens'] - 1} tokens",
+                "first token": f"{values['ttft_ms']:.1f} ms after {values['prompt_tokens']} prompt tokens",
+                "experts": rates,
+                "copied": f"{values['bytes_per_token'] / 1e6:.2f} MB per token",
+                "memory": values["memory"],
+            },
+        )
+    )
+
+
+def _escape(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
