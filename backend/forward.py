@@ -63,16 +63,16 @@ class Forward:
             experts = ids[0].tolist()
             marks.mark("route", at)
             predicted = self._predict(at, r, log)
-            x = r + self._experts(at, experts, h, weights, predicted)
+            x = r + self.experts(at, experts, h, weights, predicted)
             if not self._asynchronous:
-                self._finish()
+                self.finish()
             marks.mark("finish", at)
             if log is not None:
                 log.experts[0, at] = experts
                 log.weights[0, at] = weights[0].cpu().numpy()
                 marks.start()
         logits = decoder.logits(x)[0]
-        self._finish()
+        self.finish()
         self._brain.end_step()
         if log is not None:
             log.close(False, position, [token_id])
@@ -92,7 +92,7 @@ class Forward:
                 log.predicted[ahead + 1][0, at + 1 + ahead] = ids[ahead, : self.observer.width]
         return ids[: self.depth, : self.width]
 
-    def _experts(self, at: int, experts: list[int], h: Tensor, weights: Tensor, predicted: NDArray[np.int32]) -> Tensor:
+    def experts(self, at: int, experts: list[int], h: Tensor, weights: Tensor, predicted: NDArray[np.int32]) -> Tensor:
         """Weighted sum [1, hidden] of a token's experts, each run where the brain says.
 
         Outputs are collected per rank and summed in rank order, so where and when an expert ran changes nothing.
@@ -127,7 +127,7 @@ class Forward:
         self._link.slot_used(used)
         return (weights[0, :, None] * out.float()).sum(0, keepdim=True).to(h.dtype)
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         """End the open layer-step, if any, once its copies have landed.
 
         Over an asynchronous link this happens when the next layer has been routed, so that the host runs ahead.
@@ -143,7 +143,7 @@ class Forward:
             self._copies.lock.notify_all()
 
     def _begin(self, at: int, demanded: NDArray[np.int32], predicted: NDArray[np.int32]) -> list[int]:
-        self._finish()
+        self.finish()
         with self._copies.lock:
             actions: list[int] = self._brain.begin(at, demanded, _ONE[len(demanded)]).tolist()
             for ahead in range(len(predicted)):

@@ -243,3 +243,32 @@ class Brain:
             raise InternalError("kept counts are wrong or exceed the capacity")
         if s.scalars[state.N_UNFILLED] != s.capacity.sum() - kept.sum():
             raise InternalError("the count of unfilled slots is wrong")
+
+
+def compile_policies() -> None:
+    """Compile (or load from numba's cache) every policy function, so that nothing compiles while decoding."""
+    shape = ModelShape(
+        family="", layers=2, moe_layers=(0, 1), hidden=1, heads=1, kv_heads=1, head_dim=1, vocab=1, experts=4, top_k=2,
+        expert_width=1, scoring="softmax_topk", normalise_weights=True, rope_theta=1.0, norm_eps=0.0, max_positions=1,
+        tied_embeddings=True,
+    )  # fmt: skip
+    settings = Settings(
+        cache_ratio=0.25, miss_action="split", admission="background", predictor="gate", prefetch_depth=1
+    )
+    costs = SplitCosts(2, np.arange(3, dtype=np.int64), np.arange(3, dtype=np.int64))
+    brain = Brain(shape, settings, (1, 1), costs)
+    brain.prefill_fetch(0, 0)
+    brain.complete(brain.next_copy(state.PREFILL))
+    brain.prefill_done(0, 0, brain.prefill_targets(0, np.ones(4, np.int32), True))
+    ones = np.ones(2, np.int32)
+    for experts in ([0, 1], [1, 2], [2, 3]):
+        for layer in range(2):
+            brain.begin(layer, np.asarray(experts, np.int32), ones)
+            if layer == 0:
+                brain.prefetch(1, np.asarray(experts[::-1], np.int32))
+            while (key := brain.next_copy()) >= 0:
+                brain.complete(key)
+            brain.finish(layer)
+        brain.end_step()
+    brain.quiesce()
+    brain.reconfigure(settings, (0, 1), costs)

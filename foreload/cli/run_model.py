@@ -34,9 +34,7 @@ def run(
     prompt_file: Annotated[Path | None, typer.Option("--prompt-file", help="File with the text to continue.")] = None,
     tokens: Annotated[int, typer.Option("--tokens", "-n", help="Most tokens to generate.")] = 64,
     temperature: Annotated[float, typer.Option("--temperature", help="0: greedy.")] = 0.0,
-    top_p: Annotated[
-        float, typer.Option("--top-p", help="Draw from the likeliest tokens of this total probability.")
-    ] = 1.0,
+    top_p: Annotated[float, typer.Option("--top-p", help="Draw from the likeliest tokens of this probability.")] = 1.0,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the draws.")] = 0,
     settings: SettingsFlag = None,
     profile: ProfileFlag = None,
