@@ -1,4 +1,4 @@
-"""How many expert slots a device memory budget holds."""
+"""How many expert slots a memory budget holds: what remains after dense weights, keys and values, and headroom."""
 
 from __future__ import annotations
 
@@ -8,25 +8,29 @@ from foreload.shape import BYTES_PER_WEIGHT, ModelShape
 from foreload.units import format_bytes
 
 
-def fixed_bytes(shape: ModelShape, dtype: str, context_tokens: int, settings: Settings) -> int:
-    """Device bytes that are no expert slots: dense weights, KV cache at `context_tokens`, headroom."""
-    dense = shape.dense_weights * BYTES_PER_WEIGHT[dtype]
-    return dense + context_tokens * shape.kv_bytes_per_token(dtype) + settings.headroom_bytes
+def fixed_bytes(shape: ModelShape, dtype: str, context_tokens: int) -> int:
+    """Device bytes that no setting changes: dense weights, and keys and values of `context_tokens` positions."""
+    return shape.dense_weights * BYTES_PER_WEIGHT[dtype] + shape.kv_bytes_per_token(dtype) * context_tokens
 
 
-def slot_budget(shape: ModelShape, dtype: str, vram_bytes: int, context_tokens: int, settings: Settings) -> int:
-    """Expert slots, persistent and staging, that `vram_bytes` holds beside the fixed bytes.
+def slot_budget(
+    shape: ModelShape, dtype: str, vram_bytes: int, context_tokens: int, settings: Settings | None = None
+) -> int:
+    """Slots, persistent and staging, that fit beside the fixed bytes and `settings.headroom_bytes`.
 
-    Raises BudgetError with the shortfall if it cannot hold the settings' staging.
+    Raises BudgetError with the shortfall if they cannot even hold the staging of `settings` (default: the defaults).
     """
-    fixed = fixed_bytes(shape, dtype, context_tokens, settings)
-    needed = fixed + staging_slots(settings, shape) * shape.expert_bytes(dtype)
-    if vram_bytes < needed:
-        short = needed - vram_bytes
+    chosen = settings or Settings()
+    size, staging = shape.expert_bytes(dtype), staging_slots(chosen, shape)
+    fixed = fixed_bytes(shape, dtype, context_tokens) + chosen.headroom_bytes
+    slots = (vram_bytes - fixed) // size
+    if slots < staging:
+        shortfall = fixed + staging * size - vram_bytes
         raise BudgetError(
-            f"vram {format_bytes(vram_bytes)} is {format_bytes(short)} ({short} bytes) short: dense weights, "
-            f"{context_tokens} tokens of KV cache and staging need {format_bytes(needed)}",
+            f"device memory of {format_bytes(vram_bytes)} cannot hold {format_bytes(fixed)} of dense weights, keys, "
+            f"values and headroom and {staging} staging slots of {format_bytes(size)}: "
+            f"{format_bytes(shortfall)} ({shortfall} bytes) short",
             "vram",
-            short,
+            shortfall,
         )
-    return (vram_bytes - fixed) // shape.expert_bytes(dtype)
+    return slots

@@ -1,0 +1,258 @@
+"""`CostModel`: what every block of a step costs on the profiled machine, in integer nanoseconds.
+
+A look-up at a measured point returns it verbatim; between two points it is linear; outside it holds the rate of the
+nearest point (bytes and counts) or its slope (context, tokens of a prompt chunk), and says so in `source`. What the
+profile cannot say (another thread count, no such probe) is an error, never a guess.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+
+from foreload.backend.policy import SplitCosts
+from foreload.errors import FileError, MismatchError
+from foreload.profiler.schema import HardwareProfile, Measurement
+from foreload.settings import Settings
+from foreload.shape import ModelShape
+from foreload.units import us_to_ns
+
+SCALE = 1 << 20
+"""Work done per nanosecond by a resource that nothing slows down."""
+
+Source = Literal["measured", "interpolated", "extrapolated", "assumed"]
+_SEVERITY: tuple[Source, ...] = ("measured", "interpolated", "extrapolated", "assumed")
+_AXIS = {
+    "copy": "bytes",
+    "attention": "context",
+    "predict": "depth",
+    "experts_gpu": "experts",
+    "experts_cpu": "experts",
+    "experts_cpu_beside_copy": "experts",
+    "prefill_layer": "tokens",
+    "prefill_expert": "tokens",
+}
+_SLOPED = ("attention", "prefill_layer", "prefill_expert")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Time of one block: on the host thread, and how long it keeps an asynchronous GPU busy (0: it does not)."""
+
+    host_ns: int
+    gpu_ns: int
+    source: Source
+
+
+@dataclass(frozen=True)
+class _Point:
+    at: int
+    host_ns: int
+    gpu_ns: int
+    assumed: bool
+
+
+def worst(*sources: Source) -> Source:
+    """The least trustworthy of `sources`."""
+    return _SEVERITY[max(map(_SEVERITY.index, sources))]
+
+
+def _between(low: int, high: int, left: int, right: int, at: int) -> int:
+    span = right - left
+    return (low * (right - at) + high * (at - left) + span // 2) // span
+
+
+def _interpolate(points: list[_Point], at: int, sloped: bool) -> tuple[int, int, Source]:
+    """Host and GPU nanoseconds at `at` from points sorted by coordinate, and how they were found."""
+    index = bisect_left([p.at for p in points], at)
+    if index < len(points) and points[index].at == at:
+        return points[index].host_ns, points[index].gpu_ns, "assumed" if points[index].assumed else "measured"
+    if 0 < index < len(points):
+        a, b = points[index - 1], points[index]
+        host = _between(a.host_ns, b.host_ns, a.at, b.at, at)
+        gpu = _between(a.gpu_ns, b.gpu_ns, a.at, b.at, at)
+        return host, gpu, "assumed" if a.assumed or b.assumed else "interpolated"
+    edge = points[min(index, len(points) - 1)]
+    source: Source = "assumed" if edge.assumed else "extrapolated"
+    if not sloped:
+        half = edge.at // 2
+        return (edge.host_ns * at + half) // edge.at, (edge.gpu_ns * at + half) // edge.at, source
+    if index == 0 or len(points) == 1:
+        return edge.host_ns, edge.gpu_ns, source
+    a = points[-2]
+    host = max(edge.host_ns, _between(a.host_ns, edge.host_ns, a.at, edge.at, at))
+    return host, max(edge.gpu_ns, _between(a.gpu_ns, edge.gpu_ns, a.at, edge.at, at)), source
+
+
+class CostModel:
+    """Look-ups over one profile for one model shape. Raises MismatchError if the profile is of another shape."""
+
+    def __init__(self, profile: HardwareProfile, shape: ModelShape, dtype: str | None = None) -> None:
+        profile.check_model(shape, dtype or profile.meta.dtype)
+        if profile.meta.expert_bytes != shape.expert_bytes(profile.meta.dtype):
+            expected = shape.expert_bytes(profile.meta.dtype)
+            raise FileError(f"profile: meta.expert_bytes is {profile.meta.expert_bytes}: the shape says {expected}")
+        self.profile = profile
+        self.shape = shape
+        self.expert_bytes = profile.meta.expert_bytes
+        self.asynchronous = profile.meta.device == "cuda"
+        self.used: dict[str, Source] = {}
+        self._tables: dict[tuple[str, tuple[tuple[str, int], ...]], list[_Point]] = {}
+        self._known: dict[tuple[str, int, int], Cost] = {}
+        self._rates: dict[tuple[str, int, int, int], int] = {}
+
+    def fresh(self) -> CostModel:
+        """The same model with nothing looked up yet, so that `used` tells what one simulation relied on."""
+        other = CostModel(self.profile, self.shape)
+        other._tables = self._tables
+        return other
+
+    def _table(self, probe: str, fixed: Mapping[str, int]) -> list[_Point]:
+        key = (probe, tuple(sorted(fixed.items())))
+        if key not in self._tables:
+            axis = _AXIS.get(probe, "")
+            self._tables[key] = _points(probe, axis, self.profile.points(probe, **fixed))
+        return self._tables[key]
+
+    def cost(self, probe: str, at: int = 0, threads: int = 0, **fixed: int) -> Cost:
+        """`probe` at coordinate `at`; `threads` and `fixed` must match a measured point.
+
+        Raises FileError if the profile lacks the probe, MismatchError if it lacks the thread count.
+        """
+        key = (probe, at, threads)
+        found = self._known.get(key)
+        if found is None:
+            if threads:
+                self._check_threads(probe, threads)
+                fixed = {**fixed, "threads": threads}
+            host, gpu, source = _interpolate(self._table(probe, fixed), at, probe in _SLOPED)
+            found = self._known[key] = Cost(host, gpu, source)
+            self.used[probe] = worst(source, self.used.get(probe, "measured"))
+        return found
+
+    def _check_threads(self, probe: str, threads: int) -> None:
+        known = sorted({m.at["threads"] for m in self.profile.points(probe) if "threads" in m.at})
+        if threads not in known:
+            shown = ", ".join(map(str, known)) or "none"
+            raise MismatchError(f"profile: {probe} was not measured at cpu_threads {threads}: it was at {shown}")
+
+    @cached_property
+    def copy_ns(self) -> int:
+        """One expert copy on an otherwise idle machine, issue to arrival; of pinned memory if that was measured."""
+        pinned = max(m.at.get("pinned", 0) for m in self.profile.points("copy"))
+        return self.cost("copy", self.expert_bytes, pinned=pinned).host_ns
+
+    @cached_property
+    def cpu_threads(self) -> tuple[int, ...]:
+        """Thread counts at which every CPU probe was measured, ascending; empty without any."""
+        counts = [
+            {m.at["threads"] for m in self.profile.measurements if m.probe == probe and "threads" in m.at}
+            for probe in ("experts_cpu", "copy_beside_cpu", "experts_cpu_beside_copy", "both")
+        ]
+        return tuple(sorted(set.intersection(*counts)))
+
+    def experts_gpu_ns(self, experts: int) -> int:
+        """`experts` resident experts, one token each, until they are done."""
+        if experts == 0:
+            return 0
+        found = self.cost("experts_gpu", experts)
+        return max(found.host_ns, found.gpu_ns)
+
+    def experts_cpu_ns(self, experts: int, threads: int) -> int:
+        """`experts` experts on an otherwise idle CPU, one token each, hand-off and result included."""
+        return self.cost("experts_cpu", experts, threads).host_ns if experts else 0
+
+    # Contention: work per nanosecond beside another resource, of SCALE. Nothing is faster in company.
+
+    def copy_rate(self, threads: int) -> int:
+        """Rate of a copy while CPU experts run."""
+        key = ("copy", 0, 0, threads)
+        if key not in self._rates:
+            beside = self.cost("copy_beside_cpu", 0, threads).host_ns
+            self._rates[key] = _rate(self.copy_ns, beside)
+        return self._rates[key]
+
+    def cpu_rate(self, experts: int, threads: int) -> int:
+        """Rate of `experts` CPU experts while a copy runs."""
+        key = ("cpu", 0, experts, threads)
+        if key not in self._rates:
+            beside = self.cost("experts_cpu_beside_copy", experts, threads).host_ns
+            self._rates[key] = _rate(self.experts_cpu_ns(experts, threads), beside)
+        return self._rates[key]
+
+    def both_rate(self, gpu: int, cpu: int, threads: int) -> int:
+        """Rate of `gpu` resident and `cpu` CPU experts beside each other.
+
+        Both are slowed by one factor s while both run, so that T(both) = s min + (max - min) of the isolated times.
+        """
+        key = ("both", gpu, cpu, threads)
+        if key not in self._rates:
+            at_gpu, at_cpu, both_ns = self._nearest_both(gpu, cpu, threads)
+            short, long = sorted((self.experts_gpu_ns(at_gpu), self.experts_cpu_ns(at_cpu, threads)))
+            self._rates[key] = _rate(short, both_ns - long + short)
+        return self._rates[key]
+
+    def _nearest_both(self, gpu: int, cpu: int, threads: int) -> tuple[int, int, int]:
+        """The measured (gpu, cpu, total ns) whose counts are nearest."""
+        self._check_threads("both", threads)
+        found = [m for m in self.profile.points("both", threads=threads) if {"gpu", "cpu"} <= m.at.keys()]
+        if not found:
+            raise FileError("profile: measurements of 'both' lack the coordinates 'gpu' and 'cpu'")
+        near = min(found, key=lambda m: (abs(m.at["gpu"] - gpu) + abs(m.at["cpu"] - cpu), m.at["gpu"], m.at["cpu"]))
+        exact = (near.at["gpu"], near.at["cpu"]) == (gpu, cpu)
+        source: Source = "assumed" if near.source == "assumed" else ("measured" if exact else "interpolated")
+        self.used["both"] = worst(source, self.used.get("both", "measured"))
+        return near.at["gpu"], near.at["cpu"], us_to_ns(near.p50_us)
+
+
+def _rate(alone_ns: int, beside_ns: int) -> int:
+    return SCALE if beside_ns <= alone_ns else max(1, SCALE * alone_ns // beside_ns)
+
+
+def _points(probe: str, axis: str, found: list[Measurement]) -> list[_Point]:
+    points = []
+    for m in found:
+        if axis and axis not in m.at:
+            raise FileError(f"profile: a measurement of {probe!r} at {m.at} lacks the coordinate {axis!r}")
+        at = m.at[axis] if axis else 0
+        points.append(_Point(at, us_to_ns(m.p50_us), us_to_ns(m.gpu_us), m.source == "assumed"))
+    points.sort(key=lambda p: p.at)
+    for a, b in pairwise(points):
+        if a.at == b.at:
+            raise FileError(f"profile: {probe!r} is measured twice at {axis or 'the same point'} {a.at}")
+    if points[0].at < 0 or (axis and probe not in _SLOPED and points[0].at == 0):
+        raise FileError(f"profile: {probe!r} is measured at {axis} {points[0].at}: it must be above 0")
+    return points
+
+
+def split_costs(profile: HardwareProfile | CostModel, shape: ModelShape, settings: Settings) -> SplitCosts:
+    """What the brain's `split` decides by: contended costs of one layer-step (design: section 5).
+
+    Copies and CPU experts beside each other, resident experts beside the CPU experts that are left. Raises
+    MismatchError if `settings.cpu_threads` was not measured.
+    """
+    costs = profile if isinstance(profile, CostModel) else CostModel(profile, shape)
+    k, threads = shape.top_k, settings.cpu_threads
+    counts = range(1, k + 1)
+    gpu = [costs.experts_gpu_ns(n) * SCALE // costs.both_rate(n, max(1, k - n), threads) for n in counts]
+    cpu = [costs.experts_cpu_ns(n, threads) * SCALE // costs.cpu_rate(n, threads) for n in counts]
+    return SplitCosts(
+        io_ns=costs.copy_ns * SCALE // costs.copy_rate(threads),
+        gpu_ns=np.array([0, *gpu], np.int64),
+        cpu_ns=np.array([0, *cpu], np.int64),
+    )
+
+
+def as_costs(profile: HardwareProfile | CostModel, shape: ModelShape) -> CostModel:
+    """`profile` as a CostModel for `shape`; MismatchError if it is of another shape."""
+    if not isinstance(profile, CostModel):
+        return CostModel(profile, shape)
+    if profile.shape != shape:
+        raise MismatchError(f"profile: measured for model shape {profile.shape.hash}, this model is {shape.hash}")
+    return profile

@@ -1,0 +1,219 @@
+"""What works at the same time in the simulated machine: the link, the CPU pool and the GPU stream, sharing memory.
+
+Times are integer nanoseconds of the SimPy clock. Link, CPU pool and expert kernels slow each other while CPU experts run
+(fluid sharing): work is kept as nanoseconds x SCALE; when membership changes, each job's remainder shrinks by rate x
+elapsed, rounded down, and its completion is rounded up. At equal times jobs complete before the host goes on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator
+from typing import Any
+
+import simpy
+
+from foreload.backend.policy import Brain
+from foreload.backend.policy.copies import WINDOW
+from foreload.backend.policy.state import DECODE, DEMAND, N_IN_FLIGHT, N_QUEUED, PREFETCH, UPLOAD
+from foreload.simulator.costs import SCALE, CostModel
+from foreload.simulator.timeline import Timeline
+
+LINK, CPU, GPU = 0, 1, 2
+_KINDS = {DEMAND: "fetch", PREFETCH: "prefetch", UPLOAD: "upload"}
+HOST_LAST = 2
+"""Event priority of the host: after every completion of the same nanosecond."""
+
+Process = Generator[simpy.Event, Any, None]
+
+
+def fire(event: simpy.Event, delay_ns: int = 0) -> simpy.Event:
+    """Trigger `event` after `delay_ns`, behind everything else that happens then."""
+    event._ok = True
+    event._value = None
+    event.env.schedule(event, priority=HOST_LAST, delay=delay_ns)
+    return event
+
+
+class _Job:
+    """One running piece of work."""
+
+    __slots__ = ("active", "done", "experts", "generation", "rate", "remaining", "since")
+
+    def __init__(self) -> None:
+        self.active = False
+        self.generation = 0
+        self.remaining, self.rate, self.since, self.experts = 0, 0, 0, 0
+        self.done: Callable[[], None] = lambda: None
+
+
+class Sharing:
+    """Processor sharing between at most one copy, one CPU batch and one group of GPU experts."""
+
+    def __init__(self, env: simpy.Environment, costs: CostModel, threads: int) -> None:
+        self._env = env
+        self._costs = costs
+        self._threads = threads
+        self._jobs = (_Job(), _Job(), _Job())
+
+    def active(self, which: int) -> bool:
+        """Whether LINK, CPU or GPU has work."""
+        return self._jobs[which].active
+
+    def start(self, which: int, work_ns: int, done: Callable[[], None], experts: int = 0) -> None:
+        """Run `work_ns` (alone) on `which`, which is idle; `done` is called on completion."""
+        job = self._jobs[which]
+        job.active, job.remaining, job.rate, job.since = True, work_ns * SCALE, 0, self._env.now
+        job.done, job.experts = done, experts
+        if which == CPU or self._jobs[CPU].active:
+            self._replan()
+        else:
+            job.rate = SCALE
+            self._arm(job)
+
+    def _rate(self, which: int) -> int:
+        link, cpu, gpu = self._jobs
+        if not cpu.active:
+            return SCALE
+        if which == LINK:
+            return self._costs.copy_rate(self._threads)
+        rate = SCALE
+        if gpu.active:
+            rate = self._costs.both_rate(gpu.experts, cpu.experts, self._threads)
+        if which == CPU and link.active:
+            rate = max(1, rate * self._costs.cpu_rate(cpu.experts, self._threads) // SCALE)
+        return rate
+
+    def _replan(self) -> None:
+        now = self._env.now
+        for which, job in enumerate(self._jobs):
+            if not job.active:
+                continue
+            rate = self._rate(which)
+            if rate != job.rate:
+                job.remaining = max(0, job.remaining - job.rate * (now - job.since))
+                job.rate, job.since = rate, now
+                self._arm(job)
+
+    def _arm(self, job: _Job) -> None:
+        job.generation += 1
+        generation = job.generation
+        timeout = self._env.timeout(-(-job.remaining // job.rate))
+        timeout.callbacks.append(lambda _: self._expire(job, generation))
+
+    def _expire(self, job: _Job, generation: int) -> None:
+        if job.generation != generation:
+            return
+        job.active = False
+        job.generation += 1
+        if job is self._jobs[CPU] or self._jobs[CPU].active:
+            self._replan()
+        job.done()
+
+
+class Link:
+    """Serves the brain's queue: a window of two in the stream, one transfer at a time, first in first out."""
+
+    def __init__(
+        self, env: simpy.Environment, sharing: Sharing, brain: Brain, costs: CostModel, timeline: Timeline
+    ) -> None:
+        self.phase = DECODE
+        self.issued: deque[int] = deque()  # keys in the stream, the transferring one first
+        self.log: list[int] = []  # keys in the order of issue since `watch`
+        self.landed_at: dict[int, int] = {}
+        self._env, self._sharing, self._brain, self._timeline = env, sharing, brain, timeline
+        self._copy_ns, self._bytes = costs.copy_ns, costs.expert_bytes
+        self._landing: dict[int, simpy.Event] = {}
+        self._issue: simpy.Event | None = None
+        self._kinds: dict[int, str] = {}  # as issued; a demand may have joined since
+        self._begun = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a copy is in the stream."""
+        return bool(self.issued)
+
+    def watch(self) -> None:
+        """Start a new `log`, beginning with what is in the stream."""
+        self.log = list(self.issued)
+        self.landed_at.clear()
+
+    def pump(self) -> None:
+        """Issue what the window admits."""
+        scalars = self._brain.state.scalars
+        while scalars[N_QUEUED] and scalars[N_IN_FLIGHT] < WINDOW:
+            key = self._brain.next_copy(self.phase)
+            self.issued.append(key)
+            self.log.append(key)
+            if self._timeline.on:
+                self._kinds[key] = _KINDS[int(self._brain.state.purpose.flat[key])]
+            if len(self.issued) == 1:
+                self._transfer()
+            if self._issue is not None:
+                fire(self._issue)
+                self._issue = None
+
+    def next_issue(self) -> simpy.Event:
+        """Fires when the next copy is issued."""
+        if self._issue is None:
+            self._issue = self._env.event()
+        return self._issue
+
+    def landing(self, key: int) -> simpy.Event:
+        """Fires when the copy of `key`, queued or in the stream, has arrived. One asker per copy."""
+        return self._landing.setdefault(key, self._env.event())
+
+    def _transfer(self) -> None:
+        self._begun = self._env.now
+        self._sharing.start(LINK, self._copy_ns, self._arrived)
+
+    def _arrived(self) -> None:
+        key = self.issued.popleft()
+        if self._timeline.on:
+            self._record(key)
+        self._brain.complete(key)
+        self.landed_at[key] = self._env.now
+        if self.issued:
+            self._transfer()
+        self.pump()
+        waiter = self._landing.pop(key, None)
+        if waiter is not None:
+            fire(waiter)
+
+    def _record(self, key: int) -> None:
+        layer, expert = divmod(key, self._brain.shape.experts)
+        kind = self._kinds.pop(key)
+        self._timeline.add("link", kind, self._begun, self._env.now, layer, expert, self._bytes)
+
+
+class CpuPool:
+    """Computes one batch of experts at a time on `threads` threads."""
+
+    def __init__(
+        self, env: simpy.Environment, sharing: Sharing, costs: CostModel, threads: int, timeline: Timeline
+    ) -> None:
+        self._env, self._sharing, self._costs, self._threads = env, sharing, costs, threads
+        self._timeline = timeline
+        self._result: simpy.Event | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a batch is running."""
+        return self._sharing.active(CPU)
+
+    def start(self, experts: int, layer: int) -> None:
+        """Hand `experts` experts over, one token each."""
+        begun = self._env.now
+
+        def done() -> None:
+            self._timeline.add("cpu", "experts_cpu", begun, self._env.now, layer)
+            if self._result is not None:
+                fire(self._result)
+                self._result = None
+
+        self._sharing.start(CPU, self._costs.experts_cpu_ns(experts, self._threads), done, experts)
+
+    def result(self) -> simpy.Event:
+        """Fires when the running batch is done."""
+        self._result = self._env.event()
+        return self._result

@@ -1,0 +1,109 @@
+"""What a simulation returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foreload.backend.policy import Counter
+from foreload.settings import Settings
+from foreload.simulator.clock import STALLS
+from foreload.simulator.timeline import TimelineEvent
+
+WARM_TOKENS = 16
+"""Decode tokens that count as cold (of the run) or as after prefill (of a request)."""
+COLD, AFTER_PREFILL, STEADY = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class SimResult:
+    """One simulated run; N decode tokens, Q requests, L MoE layers. All figures are simulated."""
+
+    settings: Settings
+    capacity: tuple[int, ...]
+    token_ns: NDArray[np.int64]  # [N]
+    token_part: NDArray[np.int8]  # [N] COLD, AFTER_PREFILL or STEADY
+    ttft_ns: NDArray[np.int64]  # [Q] prompt until the first token is known; 0 without a recorded prompt
+    time_ns: Mapping[str, int]  # decode, by kind of work or wait; sums to total_ns exactly
+    prefill_time_ns: Mapping[str, int]  # the same of all prompts; sums to ttft_ns
+    counters: NDArray[np.int64]  # [2 phases, L, Counter], in experts
+    expert_bytes: int
+    sources: Mapping[str, str]  # probe -> where its figures come from, the worst
+    timeline: tuple[TimelineEvent, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Decode tokens."""
+        return len(self.token_ns)
+
+    @property
+    def total_ns(self) -> int:
+        """Decode time of all tokens."""
+        return int(self.token_ns.sum())
+
+    @property
+    def tpot_ns(self) -> float:
+        """Mean time per decode token; 0 without any."""
+        return float(self.token_ns.mean()) if self.tokens else 0.0
+
+    def part_ns(self, part: int) -> float | None:
+        """Mean time per token of COLD, AFTER_PREFILL or STEADY; None if there are none."""
+        chosen = self.token_ns[self.token_part == part]
+        return float(chosen.mean()) if len(chosen) else None
+
+    @property
+    def stall_ns(self) -> dict[str, int]:
+        """Decode time in which neither host nor GPU works, by cause."""
+        return {kind: self.time_ns.get(kind, 0) for kind in STALLS}
+
+    def count(self, counter: Counter, phase: int = 0) -> int:
+        """A counter over all layers."""
+        return int(self.counters[phase, :, counter].sum())
+
+    @cached_property
+    def demanded(self) -> int:
+        """Experts demanded in decode."""
+        return self.count(Counter.HITS) + self.count(Counter.LATE) + self.count(Counter.MISSES)
+
+    @property
+    def hit_rate(self) -> float:
+        """Experts resident when demanded, of all demanded in decode; 0 without any."""
+        return self.count(Counter.HITS) / self.demanded if self.demanded else 0.0
+
+    def bytes_per_token(self, *counters: Counter) -> float:
+        """Bytes of the experts in `counters` per decode token: by default all that the link carried."""
+        chosen = counters or (Counter.FETCHED, Counter.PREFETCHED, Counter.UPLOADED)
+        return sum(map(self.count, chosen)) * self.expert_bytes / self.tokens if self.tokens else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """The figures as JSON values, times in milliseconds."""
+        parts = {"cold": COLD, "after_prefill": AFTER_PREFILL, "steady": STEADY}
+        means = {name: self.part_ns(part) for name, part in parts.items()}
+        tokens = max(1, self.tokens)
+        return {
+            "tokens": self.tokens,
+            "tpot_ms": self.tpot_ns / 1e6,
+            "tpot_parts_ms": {name: None if ns is None else ns / 1e6 for name, ns in means.items()},
+            "ttft_ms": [ns / 1e6 for ns in self.ttft_ns.tolist()],
+            "hit_rate": self.hit_rate,
+            "bytes_per_token": self.bytes_per_token(),
+            "bytes_wasted_per_token": self.bytes_per_token(Counter.WASTED),
+            "time_per_token_ms": {kind: ns / tokens / 1e6 for kind, ns in sorted(self.time_ns.items())},
+            "stall_per_token_ms": {kind: ns / tokens / 1e6 for kind, ns in self.stall_ns.items()},
+            "counters": {c.name.lower(): self.counters[0, :, c].tolist() for c in Counter},
+            "sources": dict(self.sources),
+        }
+
+
+def token_parts(request_of_token: NDArray[np.int64]) -> NDArray[np.int8]:
+    """COLD, AFTER_PREFILL or STEADY for each decode token, given its request's place in the run; [N]."""
+    parts = np.full(len(request_of_token), STEADY, np.int8)
+    for request in np.unique(request_of_token):
+        parts[np.flatnonzero(request_of_token == request)[:WARM_TOKENS]] = AFTER_PREFILL
+    parts[:WARM_TOKENS] = COLD
+    return parts

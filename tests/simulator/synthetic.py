@@ -1,0 +1,187 @@
+"""Small models, profiles and skewed, repetitive routing for the simulator's tests."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import numpy as np
+
+from foreload.profiler.schema import HardwareProfile, Measurement, ProfileMeta
+from foreload.shape import ModelShape
+from foreload.traces.schema import DECODE, PREFILL, PredictionColumn, Trace, TraceMeta
+
+THREADS = (1, 2)
+
+
+def make_shape(layers: int = 4, experts: int = 8, top_k: int = 2) -> ModelShape:
+    return ModelShape(
+        family="test",
+        layers=layers,
+        moe_layers=tuple(range(layers)),
+        hidden=64,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        vocab=256,
+        experts=experts,
+        top_k=top_k,
+        expert_width=32,
+        scoring="softmax_topk",
+        normalise_weights=True,
+        rope_theta=1e4,
+        norm_eps=1e-6,
+        max_positions=512,
+        tied_embeddings=True,
+    )
+
+
+def make_profile(
+    shape: ModelShape, device: str = "cpu", copy_us: float = 100.0, gpu_us: float = 0.0, contended: bool = True
+) -> HardwareProfile:
+    """Round figures: an expert takes 20 us resident, 60 us on one CPU thread and `copy_us` on the link.
+
+    With `contended`, CPU experts make copies 25 % and themselves 50 % slower, and resident experts share evenly.
+    """
+    size = shape.expert_bytes("float32")
+    slow_copy, slow_cpu, slow_both = (1.25, 1.5, 1.2) if contended else (1.0, 1.0, 1.0)
+    points: list[Measurement] = []
+
+    def add(probe: str, us: float, busy: float = 0.0, **at: int) -> None:
+        points.append(Measurement(probe=probe, at=at, p50_us=us, p95_us=us, gpu_us=busy, repeats=1))
+
+    add("copy", copy_us / 4 + 1, bytes=size // 4, pinned=0)
+    add("copy", copy_us, bytes=size, pinned=0)
+    for probe, us in (("embed", 5), ("route", 10), ("plan", 8), ("finish", 6), ("head", 30)):
+        add(probe, us, gpu_us)
+    add("wait", 3)
+    for context, us in ((1, 30), (101, 40), (201, 60)):
+        add("attention", us, gpu_us, context=context)
+    for depth in (1, 2):
+        add("predict", 4 * depth, gpu_us, depth=depth)
+    for n in range(1, shape.top_k + 1):
+        add("experts_gpu", 20 * n, 2 * gpu_us * n, experts=n)
+        for threads in THREADS:
+            cpu = 60 * n / threads
+            add("experts_cpu", cpu, experts=n, threads=threads)
+            add("experts_cpu_beside_copy", cpu * slow_cpu, experts=n, threads=threads)
+    for threads in THREADS:
+        add("copy_beside_cpu", copy_us * slow_copy, threads=threads)
+        short, long = sorted((20.0, 60.0 / threads))
+        add("both", short * slow_both + long - short, gpu=1, cpu=1, threads=threads)
+    for tokens in (1, 64):
+        add("prefill_layer", 40 + tokens, gpu_us, tokens=tokens)
+        add("prefill_expert", 20 + tokens, gpu_us, tokens=tokens)
+    meta = ProfileMeta(
+        device=device,
+        device_name="test",
+        machine="test",
+        cores=2,
+        dtype="float32",
+        shape=asdict(shape),
+        shape_hash=shape.hash,
+        expert_bytes=size,
+        mode="quick",
+        date="2026-01-01",
+        software={},
+        noise_pct=0.0,
+    )
+    return HardwareProfile(meta=meta, measurements=tuple(points))
+
+
+def make_meta(shape: ModelShape, depths: int = 2, width: int | None = None) -> TraceMeta:
+    width = width or shape.top_k
+    return TraceMeta(
+        model="test",
+        weights_hash="0",
+        tokenizer_hash="0",
+        shape=asdict(shape),
+        shape_hash=shape.hash,
+        moe_layers=shape.n_moe_layers,
+        experts=shape.experts,
+        top_k=shape.top_k,
+        scoring=shape.scoring,
+        source="test",
+        sampling={},
+        machine="test",
+        software={},
+        seed=0,
+        predictions=tuple(PredictionColumn(predictor="gate", depth=d, width=width) for d in range(1, depths + 1)),
+    )
+
+
+def route(shape: ModelShape, tokens: int, rng: np.random.Generator, repeat: float = 0.5) -> np.ndarray:
+    """Experts [tokens, L, k]: skewed popularity per layer, and a share `repeat` of the last token's experts again."""
+    layers, experts, k = shape.n_moe_layers, shape.experts, shape.top_k
+    skew = np.stack([rng.permutation(1.0 / np.arange(1, experts + 1)) for _ in range(layers)])
+    out = np.zeros((tokens, layers, k), np.int16)
+    for token in range(tokens):
+        scores = np.log(skew) + rng.gumbel(size=skew.shape)
+        if token:
+            again = rng.random((layers, k)) < repeat
+            np.put_along_axis(scores, out[token - 1], np.where(again, 9.0, -9.0), axis=1)
+        out[token] = np.argsort(-scores, axis=1)[:, :k]
+    return out
+
+
+def predict(experts: np.ndarray, shape: ModelShape, width: int, recall: float, rng: np.random.Generator) -> np.ndarray:
+    """Predictions [R, L, width]: each true expert with probability `recall`, the rest random, distinct."""
+    out = np.full((*experts.shape[:2], width), -1, np.int16)
+    for index in np.ndindex(*experts.shape[:2]):
+        true = [e for e in experts[index].tolist() if rng.random() < recall]
+        others = [e for e in rng.permutation(shape.experts).tolist() if e not in true]
+        out[index] = (true + others)[:width]
+    return out
+
+
+def make_trace(
+    shape: ModelShape,
+    requests: int = 2,
+    prompt: int = 12,
+    tokens: int = 20,
+    seed: int = 0,
+    depths: int = 2,
+    width: int | None = None,
+    recall: float = 0.8,
+    repeat: float = 0.5,
+) -> Trace:
+    """`requests` requests of `prompt` prompt rows and `tokens` decode rows."""
+    rng = np.random.default_rng(seed)
+    each = prompt + tokens
+    rows = requests * each
+    experts = np.concatenate([route(shape, each, rng, repeat) for _ in range(requests)])
+    phase = np.tile(np.repeat(np.array([PREFILL, DECODE], np.int8), [prompt, tokens]), requests)
+    starts = np.ones(each, bool)
+    starts[1:prompt] = False
+    meta = make_meta(shape, depths, width)
+    wide = width or shape.top_k
+    return Trace(
+        meta=meta,
+        request=np.repeat(np.arange(requests, dtype=np.int32), each),
+        step=(np.cumsum(np.tile(starts, requests)) - 1).astype(np.int32),
+        phase=phase,
+        position=np.tile(np.arange(each, dtype=np.int32), requests),
+        token_id=np.zeros(rows, np.int32),
+        accepted=np.ones(rows, bool),
+        experts=experts,
+        weights=None,
+        predictions={("gate", d): predict(experts, shape, wide, recall / d, rng) for d in range(1, depths + 1)},
+    )
+
+
+def manual_trace(shape: ModelShape, decode: list[list[list[int]]], predicted: list[list[list[int]]] | None = None) -> Trace:
+    """One request without a prompt; decode [T][L][k], predicted one layer ahead [T][L][width]."""
+    experts = np.array(decode, np.int16)
+    rows = len(experts)
+    table = None if predicted is None else np.array(predicted, np.int16)
+    return Trace(
+        meta=make_meta(shape, 0 if table is None else 1, None if table is None else table.shape[2]),
+        request=np.zeros(rows, np.int32),
+        step=np.arange(rows, dtype=np.int32),
+        phase=np.full(rows, DECODE, np.int8),
+        position=np.zeros(rows, np.int32),
+        token_id=np.zeros(rows, np.int32),
+        accepted=np.ones(rows, bool),
+        experts=experts,
+        weights=None,
+        predictions={} if table is None else {("gate", 1): table},
+    )
