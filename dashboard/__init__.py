@@ -1,1 +1,1 @@
-"""Pages for people: shows results, computes nothing of its own."""
+"""What people look at: the report of a run as one page. Shows and calls; decides nothing of its own."""
