@@ -33,6 +33,7 @@ from foreload.settings import Settings, check_slots
 from foreload.units import format_bytes
 
 Device = Literal["cpu", "cuda"]
+CostsFor = Callable[[Settings], SplitCosts]
 DEFAULT_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 
 
@@ -87,12 +88,12 @@ class Engine:
         checkpoint: Checkpoint,
         options: EngineOptions,
         settings: Settings | None = None,
-        costs: SplitCosts | None = None,
+        costs: CostsFor | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """Load the model and take the settings (default: `Settings()`).
 
-        `costs` are what `miss_action: split` decides by (`simulator.costs.split_costs` makes them from a profile).
+        `costs(settings)` gives what `miss_action: split` decides by (`simulator.costs.split_costs` of a profile).
         Raises BudgetError if device memory cannot hold the dense weights, the KV cache, staging and the slots.
         """
         settings = settings or Settings()
@@ -113,11 +114,11 @@ class Engine:
         decoder = Decoder(checkpoint, self.device, dtype, options.context_tokens)
         self.pool = SlotPool(self.shape, self.device, dtype)
         compile_policies()
-        self.brain = Brain(self.shape, settings, self.capacity, costs)
-        self.pool.grow(self.brain.slots)
         self._costs = costs
+        self.brain = Brain(self.shape, settings, self.capacity, self._split_costs(settings))
+        self.pool.grow(self.brain.slots)
         self.cpu = CpuExperts(self.slab, self._workers(settings))
-        link = self._link()
+        link = self.make_link()
         self.copies = CopyThread(self.brain, self.slab, self.pool, link)
         poison = options.debug_seed is not None
         self.forward = Forward(decoder, self.slab, self.pool, link, self.copies, self.cpu, poison)
@@ -140,12 +141,17 @@ class Engine:
                 vram = int(psutil.virtual_memory().available * 0.5)
         return slot_budget(self.shape, self.dtype_name, vram, self.options.context_tokens, settings)
 
-    def _link(self) -> Link:
+    def make_link(self) -> Link:
+        """A link of this engine's kind."""
         seed = self.options.debug_seed
         delay = None if seed is None else Random(seed)
         if self.options.device == "cuda":
             return CudaLink(self.device, delay)
         return HostLink(self.options.link_bytes_per_s, delay)
+
+    def _split_costs(self, settings: Settings) -> SplitCosts | None:
+        needed = settings.miss_action == "split" and self._costs is not None
+        return self._costs(settings) if needed and self._costs is not None else None
 
     @staticmethod
     def _workers(settings: Settings) -> int:
@@ -155,14 +161,14 @@ class Engine:
         self.forward.depth = settings.prefetch_depth
         self.forward.width = settings.width(self.shape)
 
-    def apply(self, settings: Settings, costs: SplitCosts | None = None) -> None:
+    def apply(self, settings: Settings) -> None:
         """Take new settings between two tokens, also of a running request.
 
         Residents stay as far as the new slots allow. Raises BudgetError (with the shortfall) or SettingsError; the old
         settings then stay in force.
         """
         with self._between_tokens:
-            costs = costs or self._costs
+            costs = self._split_costs(settings)
             capacity = check_slots(settings, self.shape, self.slot_limit, self.expert_bytes)
             Brain.check(settings, costs)
             with self.copies.lock:
@@ -175,7 +181,7 @@ class Engine:
                     torch.cuda.synchronize(self.device)
                 self.pool.shrink(self.brain.slots)
             self.cpu.resize(self._workers(settings))
-            self.settings, self.capacity, self._costs = settings, capacity, costs
+            self.settings, self.capacity = settings, capacity
             self._follow(settings)
 
     def reset_cache(self) -> None:

@@ -100,11 +100,13 @@ class Forward:
         order = np.argsort(experts).astype(np.int32)
         demanded = np.asarray(experts, np.int32)[order]
         actions = self._begin(at, demanded, predicted)
+        self.marks.mark("plan", at)
         out = torch.empty(len(experts), h.shape[1], device=h.device, dtype=h.dtype)
         ranks = order.tolist()
         on_cpu = [i for i, action in enumerate(actions) if action == ACT_CPU]
         host_out = self._submit_cpu(at, [int(demanded[i]) for i in on_cpu], h)
-        self.marks.mark("plan", at)
+        if on_cpu:
+            self.marks.mark("submit", at)
         used = []
         for i, action in enumerate(actions):
             if action == ACT_HIT:
@@ -140,7 +142,7 @@ class Forward:
         with self._copies.lock:
             self._brain.finish(layer)
             self._poison_free()
-            self._copies.lock.notify_all()
+            self._copies.kick()
 
     def _begin(self, at: int, demanded: NDArray[np.int32], predicted: NDArray[np.int32]) -> list[int]:
         self.finish()
@@ -148,7 +150,7 @@ class Forward:
             actions: list[int] = self._brain.begin(at, demanded, _ONE[len(demanded)]).tolist()
             for ahead in range(len(predicted)):
                 self._brain.prefetch(at + 1 + ahead, predicted[ahead])
-            self._copies.lock.notify_all()
+            self._copies.kick()
         return actions
 
     def _submit_cpu(self, at: int, experts: list[int], h: Tensor) -> Tensor | None:
@@ -212,7 +214,7 @@ class Forward:
             with self._copies.lock:
                 while todo and self._brain.prefill_fetch(at, todo[-1]):
                     waiting.add(self._key(at, todo.pop()))
-                self._copies.lock.notify_all()
+                self._copies.kick()
             key = self._copies.take_ready(waiting)
             waiting.remove(key)
             expert = key % shape.experts

@@ -12,7 +12,7 @@ from foreload.backend.experts.pool import SlotPool
 from foreload.backend.experts.slab import HostSlab
 from foreload.backend.policy import Brain
 from foreload.backend.policy.copies import WINDOW
-from foreload.backend.policy.state import DECODE, IN_FLIGHT, LANDED
+from foreload.backend.policy.state import DECODE, IN_FLIGHT, LANDED, QUEUED
 from foreload.errors import InternalError
 
 PR_SET_TIMERSLACK = 29
@@ -39,6 +39,11 @@ class CopyThread:
         self._thread = threading.Thread(target=self._run, name="foreload-copy", daemon=True)
         self._thread.start()
 
+    def kick(self) -> None:
+        """Something may have been queued (`lock` held): wake the thread if it can issue a copy."""
+        if self.brain.can_issue():
+            self.lock.notify_all()
+
     def take_ready(self, keys: Collection[int]) -> int:
         """Wait until a copy among `keys` can be used by the next kernel; returns the first in link order."""
         with self.lock:
@@ -51,7 +56,7 @@ class CopyThread:
     def wait_landed(self, keys: Collection[int]) -> None:
         """Wait until all of `keys` have landed."""
         with self.lock:
-            while any(self._status(key) == IN_FLIGHT for key in keys):
+            while any(self._status(key) in (QUEUED, IN_FLIGHT) for key in keys):
                 self._wait()
 
     def settle(self) -> None:

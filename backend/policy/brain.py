@@ -143,6 +143,11 @@ class Brain:
         """Copies issued and not yet complete."""
         return int(self.state.scalars[state.N_IN_FLIGHT])
 
+    def can_issue(self) -> bool:
+        """Whether `next_copy` would return a copy."""
+        scalars = self.state.scalars
+        return bool(scalars[state.N_QUEUED] and scalars[state.N_IN_FLIGHT] < copies.WINDOW)
+
     def status(self, layer: int, expert: int) -> int:
         """One of `policy.state` ABSENT, QUEUED, IN_FLIGHT, LANDED, KEPT."""
         return int(self.state.status[layer, expert])

@@ -11,7 +11,8 @@ from foreload.settings import Settings
 from foreload.units import parse_bytes, parse_rate
 
 if TYPE_CHECKING:
-    from foreload.backend.engine import Engine, EngineOptions
+    from foreload.backend.engine import CostsFor, Engine, EngineOptions
+    from foreload.backend.policy import SplitCosts
     from foreload.cli.output import Output
 
 DeviceName = Literal["auto", "cpu", "cuda"]
@@ -71,14 +72,17 @@ def open_engine(model: str, options: EngineOptions, settings: Settings, profile:
     from foreload.backend.models.checkpoint import Checkpoint
 
     checkpoint = Checkpoint.open(model)
-    costs = None
+    costs: CostsFor | None = None
     if profile is not None:
         from foreload.profiler.schema import HardwareProfile
         from foreload.simulator.costs import split_costs
 
         measured = HardwareProfile.load(profile)
         measured.check_model(checkpoint.shape, options.resolved_dtype)
-        costs = split_costs(measured, checkpoint.shape, settings)
+
+        def costs(wanted: Settings) -> SplitCosts:
+            return split_costs(measured, checkpoint.shape, wanted)
+
     with output.progress() as progress:
         task = progress.add_task("loading experts", total=None)
         return Engine(

@@ -1,0 +1,73 @@
+"""`foreload profile`: measure this machine for one model's shapes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from foreload.cli.engine_options import (
+    ContextFlag,
+    DeviceFlag,
+    DtypeFlag,
+    LinkFlag,
+    ModelArg,
+    VramFlag,
+    engine_options,
+    open_engine,
+)
+from foreload.cli.output import JsonFlag, Output, table
+
+
+def profile(
+    model: ModelArg,
+    out: Annotated[Path, typer.Option("--out", "-o", help="JSON file to write.")],
+    mode: Annotated[
+        Literal["quick", "full"], typer.Option("--mode", help="full: more points, more repeats.")
+    ] = "quick",
+    device: DeviceFlag = "auto",
+    dtype: DtypeFlag = None,
+    vram: VramFlag = None,
+    link: LinkFlag = None,
+    context: ContextFlag = 2048,
+    as_json: JsonFlag = False,
+) -> None:
+    """Measure copies, experts on GPU and CPU, attention, planning, alone and together; writes profile.json."""
+    from foreload.backend.models.checkpoint import Checkpoint
+    from foreload.profiler.run import bench_settings
+    from foreload.profiler.run import profile as measure
+
+    output = Output(as_json)
+    options = engine_options(device, dtype, vram, link, context)
+    settings = bench_settings(Checkpoint.open(model).shape)
+    with open_engine(model, options, settings, None, output) as engine, output.progress() as progress:
+        task = progress.add_task("profiling", total=None)
+        found = measure(
+            engine,
+            mode,
+            lambda name, done, total: progress.update(task, description=name, completed=done, total=total),
+        )
+    found.save(out)
+    values: dict[str, Any] = {"file": str(out), **found.model_dump(mode="json")}
+    output.finish(values, lambda console: _show(console, values))
+
+
+def _show(console: Any, values: dict[str, Any]) -> None:
+    meta = values["meta"]
+    emulated = meta["emulated_link_bytes_per_s"]
+    link = f", emulated link {emulated / 1e6:.0f} MB/s" if emulated else ""
+    rows = [
+        (
+            m["probe"],
+            ", ".join(f"{name} {value}" for name, value in m["at"].items()),
+            f"{m['p50_us']:.1f}",
+            f"{m['p95_us']:.1f}",
+            f"{m['gpu_us']:.1f}" if meta["device"] == "cuda" else "-",
+            str(m["repeats"]),
+        )
+        for m in values["measurements"]
+    ]
+    note = f"source: measured on {meta['device_name']}{link}, {meta['dtype']}, noise {meta['noise_pct']:.0f} %"
+    columns = ("probe", "at", "p50 us", "p95 us", "gpu us", "repeats")
+    console.print(table(f"{values['file']}: model shape {meta['shape_hash']}", columns, rows, note))

@@ -1,0 +1,144 @@
+"""The bench: an engine whose layer-steps are driven one by one with experts of our choice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foreload.backend.engine import Engine
+from foreload.backend.observe import Marks, NoMarks
+from foreload.backend.predict.gate import predict_gate
+from foreload.settings import Settings
+
+Spans = dict[str, float]
+"""Microseconds per kind of `Marks` within one layer-step; `beside`: from the hand-off to the CPU to all being done."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Experts of a layer by where they are: `resident` on the device, `absent` on the host only."""
+
+    resident: list[int]
+    absent: list[int]
+
+
+class Bench:
+    """Drives one engine; leaves it with an empty cache and its own settings (`close`)."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.shape = engine.shape
+        self.decoder = engine.forward.decoder
+        self._settings = engine.settings
+        self._generator = torch.Generator().manual_seed(0)
+        self._resident = min(2 * self.shape.top_k, self.shape.experts - self.shape.top_k)
+
+    def close(self) -> None:
+        """Give the engine back as it was, with an empty cache."""
+        self.engine.forward.marks = NoMarks()
+        self.engine.apply(self._settings)
+        self.engine.reset_cache()
+
+    def hidden(self, tokens: int = 1) -> Tensor:
+        """A random residual stream [tokens, hidden] of unit scale on the device."""
+        x = torch.randn(tokens, self.shape.hidden, generator=self._generator)
+        return x.to(self.engine.device, self.decoder.embedding.dtype)
+
+    def stage(self, miss_action: str, threads: int = 1) -> Stage:
+        """Fill every layer's cache with the same experts and fix it; misses then take `miss_action`."""
+        base = {"slots_per_layer": (self._resident,) * self.shape.n_moe_layers, "cpu_threads": threads}
+        self.engine.apply(Settings.parse({**base, "miss_action": "fetch"}))
+        resident = list(range(self._resident))
+        for layer in range(self.shape.n_moe_layers):
+            for at in range(0, self._resident, self.shape.top_k):
+                self.layer_step(layer, resident[at : at + self.shape.top_k])
+        prefetch = {"predictor": "gate", "prefetch_depth": 1}
+        self.engine.apply(Settings.parse({**base, **prefetch, "miss_action": miss_action, "admission": "none"}))
+        return Stage(resident, list(range(self._resident, self.shape.experts)))
+
+    def layer_step(
+        self, layer: int, experts: list[int], context: int = 64, depth: int = 0, prefetched: list[int] | None = None
+    ) -> Spans:
+        """One whole layer-step of decode on random input, its experts chosen; microseconds per kind of block.
+
+        `prefetched` experts of the next layer are copied meanwhile.
+        Blocks run in the engine's order, so that each finds caches as it does in decode; on a GPU each starts idle.
+        """
+        decoder, forward, marks = self.decoder, self.engine.forward, Marks()
+        forward.marks = marks
+        with torch.inference_mode():
+            x = self.hidden()
+            self.start(marks)
+            r = decoder.attend(layer, x, min(context, decoder.context_tokens) - 1)
+            self.end(marks, "attention")
+            h = decoder.moe_input(layer, r)
+            ids, weights = decoder.route(layer, h)
+            ids[0].tolist()
+            self.end(marks, "route")
+            if depth:
+                ids = predict_gate(decoder, layer, r, depth, self.shape.top_k)
+                ids[:, 0].cpu().numpy().astype(np.int32)
+                self.end(marks, "predict")
+            predicted = np.asarray([prefetched] if prefetched else np.empty((0, 0)), np.int32)
+            out = r + forward.experts(layer, experts, h, weights[:, : len(experts)], predicted)
+            forward.finish()
+            self.end(marks, "finish")
+            if layer == self.shape.layers - 1:
+                token = int(decoder.logits(out)[0].argmax())
+                self.end(marks, "head")
+                decoder.embed(torch.tensor([token], device=self.engine.device))
+                self.end(marks, "embed")
+        spans: Spans = {}
+        for kind, _, _, begun, done in marks.spans:
+            spans[kind] = spans.get(kind, 0.0) + (done - begun) / 1e3
+        spans["beside"] = sum(spans.get(kind, 0.0) for kind in ("submit", "experts_gpu", "wait_cpu"))
+        return spans
+
+    def discard(self) -> None:
+        """Take back copies that nothing has used."""
+        with self.engine.copies.lock:
+            self.engine.brain.quiesce()
+            self.engine.copies.settle()
+
+    def start(self, marks: Marks) -> None:
+        """Begin a block on an idle device."""
+        if self.engine.device.type == "cuda":
+            torch.cuda.synchronize()
+        marks.start()
+
+    def end(self, marks: Marks, kind: str) -> None:
+        """End a block and begin the next on an idle device."""
+        marks.mark(kind)
+        self.start(marks)
+
+    def pick(self, experts: list[int], count: int, turn: int) -> list[int]:
+        """`count` of `experts`, others at every turn."""
+        return [experts[(turn * count + i) % len(experts)] for i in range(count)]
+
+    def copy_times(self, layer: int, experts: list[int], beside: list[int]) -> list[float]:
+        """Fetch `experts` while the CPU computes `beside` over and over; microseconds of each copy after the first.
+
+        Back-to-back copies are told apart by their arrivals, so the rate is the link's, not the waiting thread's.
+        """
+        copies, brain = self.engine.copies, self.engine.brain
+        copies.spans = []
+        ids = np.asarray(sorted(experts), np.int32)
+        keys = [layer * self.shape.experts + expert for expert in experts]
+        with copies.lock:
+            brain.begin(layer, ids, np.ones(len(ids), np.int32))
+            copies.lock.notify_all()
+        if beside:
+            x = self.hidden().cpu()
+            while brain.in_flight():
+                self.engine.cpu.submit(layer, beside, x)
+                self.engine.cpu.join()
+        copies.wait_landed(keys)
+        with copies.lock:
+            brain.finish(layer)
+        landed = [done for _, _, done in copies.spans]
+        copies.spans = None
+        return [(b - a) / 1e3 for a, b in pairwise(landed)]

@@ -1,0 +1,195 @@
+"""The probes: each measures one kind of block on the engine's own code (names: `profiler.schema`)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foreload.backend.experts.slab import run_expert
+from foreload.backend.predict.gate import predict_gate
+from foreload.machine import cores
+from foreload.profiler.bench import Bench
+from foreload.profiler.schema import Measurement
+from foreload.profiler.stats import gpu_microseconds, host_samples, summarise
+from foreload.settings import MAX_PREFETCH_DEPTH
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How often and where: `rounds` passes over all layers, token counts and contexts to look at."""
+
+    rounds: int
+    contexts: tuple[int, ...]
+    chunks: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+QUICK = Effort(50, (1, 64, 256, 1024, 4096), (1, 8, 32, 128), (1 << 14, 1 << 17, 1 << 20, 1 << 23))
+FULL = Effort(
+    200, (1, 16, 64, 128, 256, 512, 1024, 2048, 4096), (1, 4, 16, 64, 256), tuple(1 << n for n in range(12, 27, 2))
+)
+
+
+def thread_counts() -> tuple[int, ...]:
+    """CPU expert threads worth measuring: powers of two that leave a core for the decoding thread."""
+    spare = max(1, cores() - 1)
+    return tuple(1 << n for n in range(spare.bit_length()) if 1 << n <= spare)
+
+
+def resident(bench: Bench, effort: Effort) -> Iterator[Measurement]:
+    """All blocks of a decode step whose experts are resident: by context, prediction depth and number of experts."""
+    stage = bench.stage("fetch")
+    layers, k, device = bench.shape.n_moe_layers, bench.shape.top_k, bench.engine.device
+    deepest = min(MAX_PREFETCH_DEPTH, layers - 1)
+    found: dict[tuple[str, int], list[float]] = {}
+    contexts = [c for c in effort.contexts if c <= bench.decoder.context_tokens]
+    for turn in range(-2, effort.rounds * len(contexts)):
+        context = contexts[turn % len(contexts)]
+        for layer in range(layers):
+            count, depth = 1 + (turn + layer) % k, min((turn // k) % (deepest + 1), layers - 1 - layer)
+            spans = bench.layer_step(layer, bench.pick(stage.resident, count, turn + layer), context, depth)
+            at = {"attention": context, "predict": depth, "experts_gpu": count}
+            del spans["beside"]
+            for kind, time_us in spans.items():
+                if turn >= 0:
+                    found.setdefault((kind, at.get(kind, 0)), []).append(time_us)
+    coordinate = {"attention": "context", "predict": "depth", "experts_gpu": "experts"}
+    for (kind, at), samples in sorted(found.items()):
+        gpu_us = gpu_microseconds(_block(bench, kind, at), effort.rounds, device)
+        yield summarise(kind, samples, gpu_us, **({coordinate[kind]: at} if kind in coordinate else {}))
+
+
+def _block(bench: Bench, kind: str, at: int) -> Callable[[int], object]:
+    """One block alone, as the GPU sees it: `plan` and the wait for ids keep it idle."""
+    decoder, shape, device, pool = bench.decoder, bench.shape, bench.engine.device, bench.engine.pool
+    x, k = bench.hidden(), bench.shape.top_k
+    out = torch.empty(k, shape.hidden, device=device, dtype=x.dtype)
+    token = torch.zeros(1, dtype=torch.long, device=device)
+    layers, spread = shape.layers, max(1, shape.n_moe_layers - at)
+
+    def experts(i: int) -> None:
+        for n in range(at):
+            out[n].copy_(run_expert(x, *pool.views((i * at + n) % len(pool)))[0])
+
+    blocks: dict[str, Callable[[int], object]] = {
+        "attention": lambda i: decoder.attend(i % layers, x, at - 1),
+        "route": lambda i: decoder.route(i % layers, decoder.moe_input(i % layers, x)),
+        "predict": lambda i: predict_gate(decoder, i % spread, x, at, k),
+        "experts_gpu": experts,
+        "finish": lambda _: x + (x[0, :k, None] * out.float()).sum(0, keepdim=True).to(x.dtype),
+        "head": lambda _: decoder.logits(x)[0].argmax(),
+        "embed": lambda _: decoder.embed(token),
+    }
+    return blocks.get(kind, lambda _: None)
+
+
+def cpu_experts(bench: Bench, effort: Effort) -> Iterator[Measurement]:
+    """CPU experts alone, beside resident experts, beside copies; copies beside CPU experts."""
+    k, layers = bench.shape.top_k, bench.shape.n_moe_layers
+    turns = range(effort.rounds * max(1, layers // 2))
+    for threads in thread_counts():
+        stage = bench.stage("cpu", threads)
+        for cpu in range(1, k + 1):
+            for gpu in range(k - cpu + 1):
+                spans = [
+                    bench.layer_step(i % layers, bench.pick(stage.resident, gpu, i) + bench.pick(stage.absent, cpu, i))
+                    for i in turns
+                ]
+                totals = [s["beside"] for s in spans]
+                if gpu == 0:
+                    yield summarise("experts_cpu", totals, experts=cpu, threads=threads)
+                else:
+                    yield summarise("both", totals, gpu=gpu, cpu=cpu, threads=threads)
+        yield from _beside_copies(bench, effort, threads)
+
+
+def _beside_copies(bench: Bench, effort: Effort, threads: int) -> Iterator[Measurement]:
+    """CPU experts while prefetches run, and copies while the CPU computes."""
+    k, layers = bench.shape.top_k, bench.shape.n_moe_layers
+    turns = effort.rounds * max(1, layers // 2)
+    stage = bench.stage("cpu", threads)
+    for cpu in range(1, k + 1):
+        times = []
+        for i in range(turns):
+            demand, other = bench.pick(stage.absent, cpu, i), bench.pick(stage.absent, k, i + 1)
+            times.append(bench.layer_step(i % max(1, layers - 1), demand, prefetched=other)["beside"])
+            bench.discard()
+        yield summarise("experts_cpu_beside_copy", times, experts=cpu, threads=threads)
+    stage = bench.stage("fetch", threads)
+    bench.engine.cpu.resize(threads)
+    copies: list[float] = []
+    for i in range(turns):
+        absent = bench.pick(stage.absent, min(2 * k, len(stage.absent)), i)
+        copies += bench.copy_times(i % layers, absent[:k], absent[-k:])
+    bench.engine.cpu.resize(0)
+    yield summarise("copy_beside_cpu", copies, threads=threads)
+
+
+def link(bench: Bench, effort: Effort) -> Iterator[Measurement]:
+    """Copies by size, of expert blocks back to back, and the wait for one beyond its own time."""
+    engine, shape = bench.engine, bench.shape
+    stage = bench.stage("fetch")
+    k, layers = shape.top_k, shape.n_moe_layers
+    gaps: list[float] = []
+    waits: list[float] = []
+    for i in range(effort.rounds * layers):
+        gaps += bench.copy_times(i % layers, bench.pick(stage.absent, k, i), [])
+        waits.append(bench.layer_step(i % layers, bench.pick(stage.absent, 1, i))["wait"])
+    if not gaps:
+        gaps = waits
+    pinned = int(engine.slab.pinned)
+    yield summarise("copy", gaps, bytes=engine.expert_bytes, pinned=pinned)
+    copy_us = float(np.median(gaps))
+    yield summarise("wait", [max(0.0, w - copy_us) for w in waits])
+    for size in effort.sizes:
+        if size != engine.expert_bytes:
+            yield _one_copy(bench, size, bool(pinned), effort.rounds)
+            if pinned:
+                yield _one_copy(bench, size, False, effort.rounds)
+
+
+def _one_copy(bench: Bench, size_bytes: int, pinned: bool, repeats: int) -> Measurement:
+    """Copies of `size_bytes` one at a time through a link of the engine's own kind."""
+    device = bench.engine.device
+    source = torch.ones(size_bytes, dtype=torch.uint8, pin_memory=pinned)
+    target = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+    one = bench.engine.make_link()
+    samples = []
+    for i in range(-2, repeats):
+        begun = time.perf_counter_ns()
+        one.issue(0, source, target, 0)
+        while not one.landed():
+            one.block()
+        if i >= 0:
+            samples.append((time.perf_counter_ns() - begun) / 1e3)
+    return summarise("copy", samples, bytes=size_bytes, pinned=int(pinned))
+
+
+def prefill(bench: Bench, effort: Effort) -> Iterator[Measurement]:
+    """One layer of a prompt chunk without its experts, and one expert on part of a chunk."""
+    decoder, device, layers = bench.decoder, bench.engine.device, bench.shape.layers
+    views = [bench.engine.pool.views(slot) for slot in range(len(bench.engine.pool))]
+    for tokens in effort.chunks:
+        if tokens > decoder.context_tokens:
+            continue
+        x = bench.hidden(tokens)
+
+        def layer(i: int, x: Tensor = x) -> None:
+            r = decoder.attend(i % layers, x, 0)
+            ids, weights = decoder.route(i % layers, decoder.moe_input(i % layers, r))
+            np.bincount(ids.cpu().numpy().ravel(), minlength=bench.shape.experts)
+            out = torch.empty(*ids.shape, x.shape[1], device=device, dtype=x.dtype)
+            _ = r + (weights[..., None] * out.float()).sum(1).to(x.dtype)
+
+        def expert(i: int, x: Tensor = x) -> None:
+            rows = torch.arange(x.shape[0], device=device)
+            x[rows] = run_expert(x[rows], *views[i % len(views)])
+
+        for probe, block in (("prefill_layer", layer), ("prefill_expert", expert)):
+            samples = host_samples(block, effort.rounds, device)
+            yield summarise(probe, samples, gpu_microseconds(block, effort.rounds, device), tokens=tokens)

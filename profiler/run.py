@@ -1,0 +1,94 @@
+"""`profile`: run all probes on a live engine and collect a `HardwareProfile`."""
+
+from __future__ import annotations
+
+import datetime
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Literal
+
+import torch
+
+from foreload.backend.engine import Engine
+from foreload.errors import UsageError
+from foreload.machine import cores, cpu_name, machine_name, software
+from foreload.profiler import probes
+from foreload.profiler.bench import Bench
+from foreload.profiler.schema import HardwareProfile, Measurement, ProfileMeta
+from foreload.profiler.stats import host_samples
+from foreload.settings import Settings
+from foreload.shape import ModelShape
+
+Mode = Literal["quick", "full"]
+
+
+def profile(
+    engine: Engine, mode: Mode = "quick", progress: Callable[[str, int, int], None] | None = None
+) -> HardwareProfile:
+    """Measure every block of `engine` on this machine; `progress(name, done, total)` per group of probes.
+
+    The engine keeps its settings and loses its cache. UsageError if its device memory cannot hold the few experts the
+    probes need.
+    """
+    effort = probes.QUICK if mode == "quick" else probes.FULL
+    if engine.shape.experts < 2 * engine.shape.top_k:
+        raise UsageError(f"profile: a model with at least {2 * engine.shape.top_k} experts per layer is needed")
+    bench = Bench(engine)
+    found: list[Measurement] = []
+    noise: list[float] = []
+
+    groups = (
+        ("decode blocks", lambda: probes.resident(bench, effort)),
+        ("link", lambda: probes.link(bench, effort)),
+        ("experts on the CPU", lambda: probes.cpu_experts(bench, effort)),
+        ("prefill", lambda: probes.prefill(bench, effort)),
+    )
+    try:
+        with torch.inference_mode():
+            for done, (name, group) in enumerate(groups):
+                if progress is not None:
+                    progress(name, done, len(groups))
+                noise.append(_fixed_probe(bench))
+                found.extend(group())
+            noise.append(_fixed_probe(bench))
+    finally:
+        bench.close()
+    if progress is not None:
+        progress("done", len(groups), len(groups))
+    return HardwareProfile(meta=_meta(engine, mode, noise), measurements=tuple(found))
+
+
+def bench_settings(shape: ModelShape) -> Settings:
+    """The smallest settings an engine needs to be profiled under."""
+    return Settings(slots_per_layer=(min(2 * shape.top_k, shape.experts),) * shape.n_moe_layers)
+
+
+def _fixed_probe(bench: Bench) -> float:
+    """Median of one block that does not change, to see how steady the machine is over the run."""
+    x = bench.hidden()
+    layers = bench.shape.layers
+    samples = host_samples(lambda i: bench.decoder.attend(i % layers, x, 0), 100, bench.engine.device)
+    return sorted(samples)[len(samples) // 2]
+
+
+def _meta(engine: Engine, mode: Mode, noise: list[float]) -> ProfileMeta:
+    cuda = engine.options.device == "cuda"
+    spread = 100 * (max(noise) - min(noise)) / min(noise)
+    if spread > 25:
+        warnings.warn(f"profile: a fixed block varied by {spread:.0f} % during the run: other load?", stacklevel=3)
+    return ProfileMeta(
+        device=engine.options.device,
+        device_name=torch.cuda.get_device_name() if cuda else cpu_name(),
+        machine=machine_name(),
+        cores=cores(),
+        dtype=engine.dtype_name,  # type: ignore[arg-type]
+        shape=asdict(engine.shape),
+        shape_hash=engine.shape.hash,
+        expert_bytes=engine.expert_bytes,
+        mode=mode,
+        emulated_link_bytes_per_s=engine.options.link_bytes_per_s,
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        software=software(),
+        noise_pct=round(spread, 2),
+    )

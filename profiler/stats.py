@@ -1,0 +1,62 @@
+"""Timing of short blocks: samples on the decoding thread, time on the GPU, and their summary."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from foreload.profiler.schema import Measurement
+
+
+def summarise(probe: str, samples_us: Sequence[float], gpu_us: float = 0.0, **at: int) -> Measurement:
+    """Median and 95th percentile of samples (at least one) as a Measurement."""
+    p50, p95 = np.percentile(np.asarray(samples_us), [50, 95])
+    return Measurement(
+        probe=probe,
+        at=at,
+        p50_us=round(float(p50), 3),
+        p95_us=round(float(p95), 3),
+        gpu_us=round(gpu_us, 3),
+        repeats=len(samples_us),
+    )
+
+
+def host_samples(block: Callable[[int], object], repeats: int, device: torch.device) -> list[float]:
+    """Microseconds that `block(i)` keeps the calling thread, each on an idle device, after three warm-ups."""
+    samples = []
+    for i in range(-3, repeats):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begun = time.perf_counter_ns()
+        block(max(i, 0))
+        if i >= 0:
+            samples.append((time.perf_counter_ns() - begun) / 1e3)
+    return samples
+
+
+def gpu_microseconds(block: Callable[[int], object], repeats: int, device: torch.device) -> float:
+    """Mean microseconds that `block(i)` keeps the GPU busy; 0 on a synchronous device.
+
+    The queue is filled behind a sleeping kernel, so that launch gaps do not count.
+    """
+    if device.type != "cuda":
+        return 0.0
+    torch.cuda.synchronize(device)
+    block(0)
+    torch.cuda.synchronize(device)
+    begun = time.perf_counter()
+    block(0)
+    torch.cuda.synchronize(device)
+    launch_s = time.perf_counter() - begun
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    repeats = max(3, min(repeats, int(0.02 / launch_s)))
+    torch.cuda._sleep(int(2e9 * launch_s * repeats * 1.5))
+    start.record()
+    for i in range(repeats):
+        block(i)
+    end.record()
+    torch.cuda.synchronize(device)
+    return start.elapsed_time(end) * 1e3 / repeats
