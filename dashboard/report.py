@@ -21,11 +21,12 @@ from foreload.units import format_bytes
 
 TEMPLATE = "report.html.j2"
 BOUND_NAMES = {
-    "link": "every demanded expert through the link",
-    "belady": "best possible cache of this size, link and CPU together",
-    "active": "active weights read once",
-    "resident": "all experts resident",
+    "link_ms": "bound: what the best possible cache still moves, by link and CPU together",
+    "compute_ms": "bound: the computing alone, with every expert at hand",
+    "floor_ms": "bound: the larger of the two",
+    "resident_ms": "for comparison: every expert resident",
 }
+MARKS = {"floor_ms": "bound", "resident_ms": "every expert resident"}
 KIND_NAMES = {
     "experts_gpu": "experts on the device",
     "experts_cpu": "experts on the CPU",
@@ -76,7 +77,7 @@ def view(run: Run) -> dict[str, Any]:
             ("default", result.default, result.error_pct.default),
             ("tuned", result.tuned, result.error_pct.tuned),
         ],
-        "bounds": [(_bound_name(name), value) for name, value in result.bounds.items()],
+        "bounds": bound_rows(result),
         "headline": Markup(headline_figure(result)),
         "time": Markup(time_figure(result)),
         "layers": Markup(layer_figure(run)),
@@ -98,11 +99,6 @@ def _percent(value: float | None) -> str:
     return "not measured" if value is None else f"{value:+.1f} %"
 
 
-def _bound_name(name: str) -> str:
-    short = name.removesuffix("_tpot_ms").removesuffix("_ms")
-    return BOUND_NAMES.get(short, short.replace("_", " "))
-
-
 def headline_figure(result: RunResult) -> str:
     """Predicted and measured time per token of default and tuned, with the bounds as marks."""
     items: list[svg.Bar] = []
@@ -117,8 +113,16 @@ def headline_figure(result: RunResult) -> str:
         value = outcome.predicted_tpot_ms
         items.append(svg.Bar(f"{name}, simulated", value, _ms(value), colour, hollow=True))
     slowest = max(bar.value for bar in items)
-    marks = {_bound_name(name): value for name, value in result.bounds.items() if value <= 1.2 * slowest}
+    marks = {MARKS[name]: value for name, value in result.bounds.items() if name in MARKS and value <= 1.2 * slowest}
     return svg.bars("Time per output token", items, marks, "ms per token")
+
+
+def bound_rows(result: RunResult) -> list[tuple[str, float]]:
+    """The bounds that are times, in ms per token, by their full names."""
+    known = {name: value for name, value in result.bounds.items() if name.endswith("_ms")}
+    return [
+        (BOUND_NAMES.get(name, f"bound: {_words(name.removesuffix('_ms'))}"), value) for name, value in known.items()
+    ]
 
 
 def time_figure(result: RunResult) -> str:

@@ -89,7 +89,7 @@ class RunMeta(BaseModel):
 
 
 class RunResult(BaseModel):
-    """`result.json`. `bounds` are in ms per token, named as the simulator names them."""
+    """`result.json`. `bounds` are those of `foreload.simulator.bounds`: `..._ms` are times per token."""
 
     model_config = _STRICT
 

@@ -22,7 +22,14 @@ def made_up_result() -> dict[str, Any]:
         "tuned": {"predicted_tpot_ms": 7.72, "measured_tpot_ms": 7.55, "hit_rate": 0.655, "bytes_per_token": 2.1e6},
         "speedup": 1.93,
         "error_pct": {"default": -3.4, "tuned": 2.3},
-        "bounds": {"belady_ms": 4.1, "active_ms": 1.2},
+        "bounds": {
+            "loads_per_token": 4.25,
+            "bytes_per_token": 1.9e6,
+            "link_ms": 3.1,
+            "compute_ms": 4.1,
+            "floor_ms": 4.1,
+            "resident_ms": 5.2,
+        },
         "candidates": [
             {
                 "name": "default",
