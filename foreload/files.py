@@ -6,7 +6,7 @@ import json
 import os
 import tomllib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,7 +32,8 @@ def atomic_path(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise FileError(f"{path}: cannot be written: {error.strerror or error}") from error
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink()
 
 
 def write_text(path: Path, text: str) -> None:

@@ -24,6 +24,7 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
 }
 GROUPS: Mapping[str, typer.Typer] = {"trace": trace.app}
 DEBUG = "FORELOAD_DEBUG"
+INTERRUPTED = 130
 
 app = typer.Typer(
     name="foreload",
@@ -68,11 +69,13 @@ def run(args: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (KeyboardInterrupt, typer.Abort):
-        return _report("interrupted", 130, given)
+        return _report("interrupted", INTERRUPTED, given)
     except ForeloadError as error:
         return _report(str(error), error.exit_code, given, _details(error))
     except Exception as error:  # the boundary: whatever else goes wrong becomes one line
         return _unexpected(error, given)
+    if code == INTERRUPTED:
+        return _report("interrupted", INTERRUPTED, given)
     return code if isinstance(code, int) else 0
 
 

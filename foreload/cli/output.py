@@ -54,16 +54,20 @@ class Output:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], note: str = "") -> Table:
-    """A table whose first column is left-aligned and whose others are right-aligned; `note` says the source."""
+    """A table whose first column is left-aligned and whose others are right-aligned; `note` says the source.
+
+    All texts are taken as they are, without rich's markup.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
+    from rich.text import Text
 
-    made = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-    made.caption, made.caption_justify = note or None, "left"
+    made = Table(title=Text(title), title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    made.caption, made.caption_justify = Text(note) if note else None, "left"
     for index, name in enumerate(columns):
-        made.add_column(name, justify="left" if index == 0 else "right", overflow="fold")
+        made.add_column(Text(name), justify="left" if index == 0 else "right", overflow="fold")
     for row in rows:
-        made.add_row(*row)
+        made.add_row(*map(Text, row))
     return made
 
 

@@ -1,0 +1,134 @@
+"""Settings: round trips, refusals that name the field, slots that fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from foreload.errors import BudgetError, FileError, SettingsError
+from foreload.settings import Settings, check_slots, slot_counts, staging_slots
+from foreload.shape import ModelShape
+
+pytestmark = pytest.mark.unit
+
+
+@st.composite
+def any_settings(draw: st.DrawFn) -> Settings:
+    depth = draw(st.integers(0, 2))
+    cache: dict[str, Any] = draw(
+        st.one_of(
+            st.just({}),
+            st.lists(st.integers(0, 200), min_size=1, max_size=6).map(lambda slots: {"slots_per_layer": tuple(slots)}),
+            st.floats(0, 1).map(lambda ratio: {"cache_ratio": ratio}),
+        )
+    )
+    return Settings(
+        **cache,
+        eviction=draw(st.sampled_from(["lru", "lfu", "lfru"])),
+        admission=draw(st.sampled_from(["demand", "background", "none"])),
+        admit_per_step=draw(st.integers(1, 64)),
+        predictor="gate" if depth else "none",
+        prefetch_depth=depth,
+        prefetch_width=draw(st.none() | st.integers(1, 64)),
+        miss_action=draw(st.sampled_from(["fetch", "cpu", "split"])),
+        split_rule=draw(st.sampled_from(["makespan", "bandwidth"])),
+        cpu_threads=draw(st.integers(1, 256)),
+        prefill_chunk_tokens=draw(st.integers(1, 4096)),
+        headroom_bytes=draw(st.integers(0, 2**40)),
+    )
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(chosen=any_settings(), suffix=st.sampled_from([".json", ".toml"]))
+def test_round_trip(tmp_path: Path, chosen: Settings, suffix: str) -> None:
+    path = tmp_path / f"settings{suffix}"
+    chosen.save(path)
+    assert Settings.load(path) == chosen
+    assert [p.name for p in tmp_path.glob("*.partial")] == []
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ({"slots": 4}, "unknown field 'slots': known are slots_per_layer, cache_ratio, eviction"),
+        ({"eviction": "fifo"}, "field 'eviction' is 'fifo': Input should be 'lru', 'lfu' or 'lfru'"),
+        ({"cache_ratio": 1.5}, "field 'cache_ratio' is 1.5: Input should be less than or equal to 1"),
+        ({"cache_ratio": float("nan")}, "field 'cache_ratio' is nan"),
+        ({"cache_ratio": "much"}, "field 'cache_ratio' is 'much'"),
+        ({"slots_per_layer": [1, -1]}, "field 'slots_per_layer.1' is -1"),
+        ({"slots_per_layer": [1], "cache_ratio": 0.5}, "slots_per_layer and cache_ratio exclude each other"),
+        ({"prefetch_depth": 1}, "prefetch_depth 1 does not go with predictor 'none'"),
+        ({"predictor": "gate"}, "prefetch_depth 0 does not go with predictor 'gate'"),
+        ({"prefetch_depth": 3, "predictor": "gate"}, "field 'prefetch_depth' is 3"),
+        ({"eviction": "fifo", "miss_action": "wait"}, "(and 1 more)"),
+    ],
+)
+def test_refusals_name_the_field(value: dict[str, Any], expected: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        Settings.parse(value, "my.json")
+    message = str(caught.value)
+    assert message.startswith("my.json: ")
+    assert expected in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("s.json", "{", "s.json: settings is not valid JSON"),
+        ("s.toml", "a = ", "s.toml: settings is not valid TOML"),
+        ("s.json", "[1]", "s.json: settings must be an object with named fields, got list"),
+        ("s.json", b"\xff\xfe", "s.json: settings is not valid JSON"),
+    ],
+)
+def test_wrong_files(tmp_path: Path, name: str, content: str | bytes, expected: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(FileError) as caught:
+        Settings.load(path)
+    assert expected in str(caught.value)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match=r"no.json: settings cannot be read: No such file"):
+        Settings.load(tmp_path / "no.json")
+
+
+def test_changed_validates() -> None:
+    changed = Settings(cache_ratio=0.5).changed(eviction="lfu")
+    assert (changed.cache_ratio, changed.eviction) == (0.5, "lfu")
+    with pytest.raises(SettingsError, match="exclude each other"):
+        changed.changed(slots_per_layer=(1,))
+
+
+def test_slot_counts(shape: ModelShape) -> None:
+    assert slot_counts(Settings(slots_per_layer=(1, 2, 3)), shape) == (1, 2, 3)
+    assert slot_counts(Settings(cache_ratio=0.5), shape) == (4, 4, 4)
+    assert slot_counts(Settings(cache_ratio=1.0), shape) == (8, 8, 8)
+    assert slot_counts(Settings(), shape, slot_budget=14) == (4, 4, 4)
+    assert slot_counts(Settings(), shape, slot_budget=1000) == (8, 8, 8)
+    assert slot_counts(Settings(), shape, slot_budget=0) == (0, 0, 0)
+    with pytest.raises(SettingsError, match=r"slots_per_layer has 2 entries: the model has 3 MoE layers"):
+        slot_counts(Settings(slots_per_layer=(1, 2)), shape)
+    with pytest.raises(SettingsError, match="slots_per_layer holds 9: a layer has 8 experts"):
+        slot_counts(Settings(slots_per_layer=(1, 2, 9)), shape)
+    with pytest.raises(SettingsError, match="no memory budget is known"):
+        slot_counts(Settings(), shape)
+
+
+def test_staging(shape: ModelShape) -> None:
+    assert staging_slots(Settings(), shape) == 2
+    ahead = Settings(predictor="gate", prefetch_depth=2, prefetch_width=3, admission="background", admit_per_step=4)
+    assert staging_slots(ahead, shape) == 2 + 2 * 3 + 4
+
+
+def test_a_budget_too_small_names_the_shortfall(shape: ModelShape) -> None:
+    assert check_slots(Settings(slots_per_layer=(1, 2, 3)), shape, 8, 1000) == (1, 2, 3)
+    with pytest.raises(BudgetError, match=r"holds 7 expert slots, these settings need 6 and 2 for staging") as caught:
+        check_slots(Settings(slots_per_layer=(1, 2, 3)), shape, 7, 1000)
+    assert caught.value.shortfall_bytes == 1000
+    assert caught.value.exit_code == 3
