@@ -1,7 +1,7 @@
 """Where resident experts and dense blocks run: on the decoding thread itself, or on a GPU that works behind it.
 
-`HostDevice` is the machine without a GPU (`device=cpu`): one clock. `GpuDevice` has two: a block costs the host its launch
-time, keeps the GPU busy for `gpu_ns`, and ends no earlier than its launch. With `gpu_ns` 0 both are the same.
+`HostDevice` is the machine without a GPU (`device=cpu`): one clock. `GpuDevice` has two: a block costs the host its
+launch time, keeps the GPU busy for `gpu_ns`, and ends no earlier than its launch.
 """
 
 from __future__ import annotations

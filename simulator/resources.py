@@ -1,7 +1,7 @@
 """What works at the same time in the simulated machine: the link, the CPU pool and the GPU stream, sharing memory.
 
-Times are integer nanoseconds of the SimPy clock. Link, CPU pool and expert kernels slow each other while CPU experts run
-(fluid sharing): work is kept as nanoseconds x SCALE; when membership changes, each job's remainder shrinks by rate x
+Times are integer nanoseconds of the SimPy clock. Link, CPU pool and expert kernels slow each other while CPU experts
+run (fluid sharing): work is kept as nanoseconds x SCALE; when membership changes, each remainder shrinks by rate x
 elapsed, rounded down, and its completion is rounded up. At equal times jobs complete before the host goes on.
 """
 

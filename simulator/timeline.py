@@ -32,6 +32,4 @@ class Timeline:
     ) -> None:
         """Record a span."""
         if self.on and end_ns > start_ns:
-            self.events.append(
-                TimelineEvent(self.step, layer, kind, expert, stream, start_ns, end_ns - start_ns, size)
-            )
+            self.events.append(TimelineEvent(self.step, layer, kind, expert, stream, start_ns, end_ns - start_ns, size))

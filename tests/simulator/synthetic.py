@@ -168,7 +168,9 @@ def make_trace(
     )
 
 
-def manual_trace(shape: ModelShape, decode: list[list[list[int]]], predicted: list[list[list[int]]] | None = None) -> Trace:
+def manual_trace(
+    shape: ModelShape, decode: list[list[list[int]]], predicted: list[list[list[int]]] | None = None
+) -> Trace:
     """One request without a prompt; decode [T][L][k], predicted one layer ahead [T][L][width]."""
     experts = np.array(decode, np.int16)
     rows = len(experts)

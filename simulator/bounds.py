@@ -1,0 +1,154 @@
+"""What no setting can beat: the bytes any cache must move, and the work that is left with every expert resident.
+
+Belady's MIN with bypass, per layer and with whole-set accounting, bounds the experts that are not resident from an
+earlier step. A prompt is a step whose loads are not counted and after which any of its experts may stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from foreload.shape import ModelShape
+from foreload.simulator.costs import SCALE, CostModel
+from foreload.simulator.workload import Request
+
+_NEVER = np.int64(1) << 60
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Floors per decode token, in nanoseconds on the profiled machine. T >= max(link_ns, compute_ns)."""
+
+    loads: float  # experts not resident from an earlier step, at least, per token
+    bytes_per_token: float
+    link_ns: float  # to bring or compute those: bytes / (link + CPU, contended)
+    compute_ns: float  # dense blocks, and the experts split between device and CPU at will
+    resident_ns: float  # a run with every expert resident (not a bound where the CPU helps)
+
+    @property
+    def floor_ns(self) -> float:
+        """The larger of both floors."""
+        return max(self.link_ns, self.compute_ns)
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON values, times in milliseconds."""
+        return {
+            "loads_per_token": self.loads,
+            "bytes_per_token": self.bytes_per_token,
+            "link_ms": self.link_ns / 1e6,
+            "compute_ms": self.compute_ns / 1e6,
+            "floor_ms": self.floor_ns / 1e6,
+            "resident_ms": self.resident_ns / 1e6,
+        }
+
+
+def belady_loads(requests: Sequence[Request], shape: ModelShape) -> NDArray[np.int64]:
+    """Fewest decode loads [L, E + 1] of each layer at every slot count, over the requests in order from empty."""
+    demanded, counted = _steps(requests, shape)
+    loads = np.zeros((shape.n_moe_layers, shape.experts + 1), np.int64)
+    for layer in range(shape.n_moe_layers):
+        _min_loads(np.ascontiguousarray(demanded[:, layer]), counted, loads[layer])
+    return loads
+
+
+def _steps(requests: Sequence[Request], shape: ModelShape) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Demand [S, L, E] of prompts and tokens in order, and which steps' loads count [S]."""
+    total = sum(len(r.context) + 1 for r in requests)
+    demanded = np.zeros((total, shape.n_moe_layers, shape.experts), np.bool_)
+    counted = np.ones(total, np.bool_)
+    at, rows = 0, np.arange(shape.n_moe_layers)[:, None]
+    for request in requests:
+        for routed in request.prompt:
+            demanded[at, rows, routed] = True
+        counted[at] = False
+        at += 1
+        for routed in request.demand:
+            demanded[at, rows, routed] = True
+            at += 1
+    return demanded, counted
+
+
+@njit(cache=True)
+def _min_loads(demanded: NDArray[np.bool_], counted: NDArray[np.bool_], loads: NDArray[np.int64]) -> None:
+    """Farthest-in-future eviction for every capacity; demanded [S, E], loads [E + 1]."""
+    steps, experts = demanded.shape
+    following = np.full((steps, experts), _NEVER)
+    later = np.full(experts, _NEVER)
+    for at in range(steps - 1, -1, -1):
+        following[at] = later
+        for expert in range(experts):
+            if demanded[at, expert]:
+                later[expert] = at if counted[at] else _NEVER
+    for capacity in range(experts + 1):
+        kept = np.full(experts, _NEVER)  # when a kept expert is used next; NEVER: not kept
+        for at in range(steps):
+            for expert in range(experts):
+                if demanded[at, expert]:
+                    if counted[at] and kept[expert] == _NEVER:
+                        loads[capacity] += 1
+                    kept[expert] = following[at, expert]
+            over = (kept != _NEVER).sum() - capacity
+            for _ in range(over):
+                worst = -1
+                for expert in range(experts):
+                    if kept[expert] != _NEVER and (worst < 0 or kept[expert] > kept[worst]):
+                        worst = expert
+                kept[worst] = _NEVER
+
+
+def fewest_loads(loads: NDArray[np.int64], slots: int) -> int:
+    """Loads of the best division of `slots` over the layers; loads [L, E + 1] are convex in the slot count."""
+    savings = np.sort((loads[:, :-1] - loads[:, 1:]).ravel())[::-1]
+    return int(loads[:, 0].sum() - savings[:slots].sum())
+
+
+def experts_per_second(costs: CostModel) -> float:
+    """The most experts per second that link and CPU bring or compute together, each slowed by the other."""
+    k, link = costs.shape.top_k, 1e9 / costs.copy_ns
+    best = link
+    for threads in costs.cpu_threads:
+        for n in range(1, k + 1):
+            cpu = n * 1e9 / costs.experts_cpu_ns(n, threads)
+            both = link * costs.copy_rate(threads) / SCALE + cpu * costs.cpu_rate(n, threads) / SCALE
+            best = max(best, cpu, both)
+    return best
+
+
+def _blocks_ns(costs: CostModel, context: int) -> int:
+    """Dense work of one token: everything but experts and predictions."""
+    layers = costs.shape.n_moe_layers
+
+    def block(probe: str, at: int = 0) -> int:
+        found = costs.cost(probe, at)
+        return max(found.host_ns, found.gpu_ns)
+
+    per_layer = block("attention", context) + block("route") + block("plan") + block("finish")
+    return block("embed") + layers * per_layer + block("head")
+
+
+def bounds(requests: Sequence[Request], costs: CostModel, slots: int, loads: NDArray[np.int64] | None = None) -> Bounds:
+    """Floors for `slots` persistent slots, divided over the layers at will. `loads`: of `belady_loads`, if at hand."""
+    shape = costs.shape
+    table = belady_loads(requests, shape) if loads is None else loads
+    contexts = [context for request in requests for context in request.context]
+    tokens = max(1, len(contexts))
+    per_token = fewest_loads(table, slots) / tokens
+    dense = sum(_blocks_ns(costs, context) for context in contexts) / tokens
+    k, layers = shape.top_k, shape.n_moe_layers
+    cheapest = [min(costs.experts_gpu_ns(m) for m in range(n, k + 1)) if n else 0 for n in range(k + 1)]
+    least = cheapest[k]
+    for threads in costs.cpu_threads:
+        least = min(least, *(max(cheapest[k - n], costs.experts_cpu_ns(n, threads)) for n in range(1, k + 1)))
+    return Bounds(
+        loads=per_token,
+        bytes_per_token=per_token * costs.expert_bytes,
+        link_ns=per_token * 1e9 / experts_per_second(costs),
+        compute_ns=dense + layers * least,
+        resident_ns=dense + layers * costs.experts_gpu_ns(k),
+    )

@@ -1,0 +1,211 @@
+"""Routing replayed through the brain's compiled functions without a clock: every copy lands at once.
+
+Exact for hits and misses whenever timing cannot change them (no prefetch, no background uploads, no makespan split);
+otherwise the limit of a fast link. This makes the cost tables of the integer program; every plan is then simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from foreload.backend.policy import Brain, SplitCosts, copies, step
+from foreload.backend.policy.brain import miss_rule
+from foreload.backend.policy.order import EVICTIONS
+from foreload.backend.policy.state import (
+    DECODE,
+    DEMAND,
+    HITS,
+    KEPT,
+    LANDED,
+    MISSES,
+    PREFETCH,
+    PREFETCHED,
+    PREFILL,
+    STEP,
+    PolicyState,
+)
+from foreload.settings import Settings
+from foreload.shape import ModelShape
+from foreload.simulator.workload import Request
+
+_ADMISSIONS = {"none": step.ADMIT_NONE, "demand": step.ADMIT_DEMAND, "background": step.ADMIT_BACKGROUND}
+_NO_COSTS = SplitCosts(0, np.zeros(1, np.int64), np.zeros(1, np.int64))
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """What became of the demand: T decode tokens, L MoE layers, k experts per token."""
+
+    tokens: int
+    counters: NDArray[np.int64]  # [2 phases, L, Counter]
+    histogram: NDArray[np.int64]  # [L, k+1, k+1, k+1] layer-steps by (fetched, on the CPU, prefetched and used)
+
+    @property
+    def hits(self) -> NDArray[np.int64]:
+        """Experts found resident or landed, [L]."""
+        found: NDArray[np.int64] = self.counters[DECODE, :, HITS]
+        return found
+
+    @property
+    def prefetched(self) -> NDArray[np.float64]:
+        """Copies issued as prefetches per layer-step, [L]."""
+        issued: NDArray[np.float64] = self.counters[DECODE, :, PREFETCHED] / max(1, self.tokens)
+        return issued
+
+
+def prompt_counts(requests: Sequence[Request], shape: ModelShape, chunk_tokens: int) -> NDArray[np.int32]:
+    """Tokens per expert in each request's last prompt chunk, [Q, L, E]; zeros without a prompt."""
+    counts = np.zeros((len(requests), shape.n_moe_layers, shape.experts), np.int32)
+    for at, request in enumerate(requests):
+        if len(request.prompt):
+            start = (len(request.prompt) - 1) // chunk_tokens * chunk_tokens
+            for layer in range(shape.n_moe_layers):
+                routed = request.prompt[start:, layer].ravel()
+                counts[at, layer] = np.bincount(routed, minlength=shape.experts)
+    return counts
+
+
+def replay(
+    requests: Sequence[Request],
+    shape: ModelShape,
+    settings: Settings,
+    capacity: tuple[int, ...],
+    costs: SplitCosts | None = None,
+) -> Outcomes:
+    """Outcomes of `requests` with `capacity` [L] slots, from an empty cache. `costs` as for the Brain."""
+    brain = Brain(shape, settings, capacity, costs)
+    layers, k = shape.n_moe_layers, shape.top_k
+    histogram = np.zeros((layers, k + 1, k + 1, k + 1), np.int64)
+    depth, width = settings.prefetch_depth, settings.width(shape)
+    prompts = prompt_counts(requests, shape, settings.prefill_chunk_tokens)
+    nothing = np.zeros((0, 0, layers, width), np.int32)
+    for at, request in enumerate(requests):
+        brain.start_request()
+        brain.quiesce()
+        _prompt(brain.state, prompts[at], EVICTIONS.index(settings.eviction), settings.admission != "none")
+        ahead = np.stack(request.predicted[:depth]) if depth else nothing
+        _decode(
+            brain.state,
+            request.demand,
+            ahead,
+            (EVICTIONS.index(settings.eviction), miss_rule(settings), _ADMISSIONS[settings.admission]),
+            (settings.admit_per_step, k),
+            costs or _NO_COSTS,
+            histogram,
+        )
+    return Outcomes(sum(len(r.context) for r in requests), brain.counters.copy(), histogram)
+
+
+@njit(cache=True)
+def _land(state: PolicyState, phase: int) -> None:
+    """Issue and complete everything that is queued."""
+    key = copies.next_copy(state, phase)
+    while key >= 0:
+        copies.complete(state, key)
+        key = copies.next_copy(state, phase)
+
+
+@njit(cache=True)
+def _prompt(state: PolicyState, counts: NDArray[np.int32], eviction: int, admit: bool) -> None:
+    """The last prompt chunk fills the cache; counts [L, E]."""
+    for layer in range(counts.shape[0]):
+        demanded = counts[layer] > 0
+        if not demanded.any():
+            continue
+        resident = state.status[layer] == KEPT
+        state.counters[PREFILL, layer, HITS] += (demanded & resident).sum()
+        state.counters[PREFILL, layer, MISSES] += (demanded & ~resident).sum()
+        target = np.zeros(counts.shape[1], np.bool_)
+        if admit:
+            target = step.prefill_targets(state, layer, counts[layer])
+        for expert in range(counts.shape[1]):
+            if demanded[expert] and not resident[expert]:
+                copies.enqueue(state, layer, expert, DEMAND)
+                _land(state, PREFILL)
+                step.prefill_done(state, layer, expert, target, eviction)
+
+
+@njit(cache=True)
+def _decode(
+    state: PolicyState,
+    demand: NDArray[np.int32],
+    predicted: NDArray[np.int32],
+    rules: tuple[int, int, int],
+    limits: tuple[int, int],
+    costs: SplitCosts,
+    histogram: NDArray[np.int64],
+) -> None:
+    """Decode tokens of one request; demand [T, L, k], predicted [depth, T, L, width]."""
+    eviction, rule, admission = rules
+    admit_per_step, reserve = limits
+    layers, k = demand.shape[1], demand.shape[2]
+    ones = np.ones(k, np.int32)
+    action = np.empty(k, np.int8)
+    for token in range(demand.shape[0]):
+        for layer in range(layers):
+            experts = demand[token, layer]
+            used = 0
+            for i in range(k):
+                expert = experts[i]
+                if state.status[layer, expert] == LANDED and state.purpose[layer, expert] == PREFETCH:
+                    used += 1
+            step.demand(state, layer, experts, ones, eviction, rule, costs, action)
+            for ahead in range(predicted.shape[0]):
+                if layer + 1 + ahead < layers:
+                    step.prefetch(state, layer + 1 + ahead, predicted[ahead, token, layer + 1 + ahead], reserve)
+            _land(state, DECODE)
+            on_cpu = (action == step.ACT_CPU).sum()
+            fetched = (action == step.ACT_FETCH).sum() + (action == step.ACT_LATE).sum()
+            histogram[layer, fetched, on_cpu, used] += 1
+            step.finish(state, layer, experts, action, eviction, admission, admit_per_step, reserve)
+            _land(state, DECODE)
+        state.scalars[STEP] += 1
+
+
+@njit(cache=True)
+def _stack_hits(demand: NDArray[np.int32], experts: int, hits: NDArray[np.int64]) -> None:
+    """Hits [E + 1] of one layer at every LRU size: an expert is found from the size just above its depth on."""
+    k = demand.shape[1]
+    stack = np.arange(experts)
+    seen = 0
+    for token in range(demand.shape[0]):
+        new = 0
+        for at in range(seen):
+            for i in range(k):
+                if stack[at] == demand[token, i]:
+                    hits[at + 1] += 1
+        rest = np.empty(seen, stack.dtype)
+        left = 0
+        for at in range(seen):
+            found = False
+            for i in range(k):
+                found = found or stack[at] == demand[token, i]
+            if not found:
+                rest[left] = stack[at]
+                left += 1
+        for i in range(k):
+            stack[new] = demand[token, i]
+            new += 1
+        for at in range(left):
+            stack[new + at] = rest[at]
+        seen = new + left
+    for size in range(1, experts + 1):
+        hits[size] += hits[size - 1]
+
+
+def lru_hits(requests: Sequence[Request], shape: ModelShape) -> NDArray[np.int64]:
+    """Decode hits [L, E + 1] of an LRU cache with demand admission at every slot count, in one pass.
+
+    A layer-step's whole demand is looked up before any of it is inserted. Prompts are left out: they fill the cache by
+    their own rule (`replay` includes it).
+    """
+    demand = np.concatenate([request.demand for request in requests])
+    hits = np.zeros((shape.n_moe_layers, shape.experts + 1), np.int64)
+    for layer in range(shape.n_moe_layers):
+        _stack_hits(np.ascontiguousarray(demand[:, layer]), shape.experts, hits[layer])
+    return hits

@@ -1,0 +1,95 @@
+"""Cost tables of the integer program: expected time of a layer-step at every slot count, from clockless replays.
+
+A replay at about 13 slot counts says how often a layer-step fetches, computes on the CPU or finds a prefetch; the cost
+model says what each of those takes; between slot counts the cost is linear. Demand copies overlap with the resident
+experts of their own layer-step alone, prefetches with everything: an estimate that ranks plans, which are simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foreload.settings import Settings
+from foreload.shape import ModelShape
+from foreload.simulator.costs import SCALE, CostModel, split_costs
+from foreload.simulator.replay import Outcomes, replay
+from foreload.simulator.workload import Request
+
+GRID_POINTS = 13
+
+
+def slot_grid(shape: ModelShape) -> list[int]:
+    """About 13 slot counts of one layer, from none to all."""
+    return sorted({round(n) for n in np.linspace(0, shape.experts, GRID_POINTS).tolist()})
+
+
+def replay_grid(
+    requests: Sequence[Request], costs: CostModel, settings: Settings, grid: Sequence[int] | None = None
+) -> list[Outcomes]:
+    """Outcomes with the same slot count in every layer, for each count of the grid."""
+    shape = costs.shape
+    split = split_costs(costs, shape, settings) if settings.miss_action == "split" else None
+    chosen = slot_grid(shape) if grid is None else grid
+    return [replay(requests, shape, settings, (count,) * shape.n_moe_layers, split) for count in chosen]
+
+
+def layer_costs(
+    outcomes: Sequence[Outcomes], costs: CostModel, settings: Settings, context: int, grid: Sequence[int] | None = None
+) -> NDArray[np.float64]:
+    """Mean nanoseconds of a layer-step [L, E + 1] at every slot count; `context` sets the attention cost."""
+    shape = costs.shape
+    dense = _dense_ns(costs, settings, context)
+    work = _work_table(costs, settings)
+    chosen = slot_grid(shape) if grid is None else grid
+    at_grid = np.array([_mean_ns(found, costs, dense, work) for found in outcomes])  # [grid, L]
+    every = np.arange(shape.experts + 1)
+    return np.array([np.interp(every, chosen, at_grid[:, layer]) for layer in range(shape.n_moe_layers)])
+
+
+def _dense_ns(costs: CostModel, settings: Settings, context: int) -> int:
+    """Blocks of one layer-step without experts."""
+    probes = [("attention", context), ("route", 0), ("plan", 0), ("finish", 0)]
+    if settings.prefetch_depth:
+        probes.append(("predict", settings.prefetch_depth))
+    found = [costs.cost(probe, at) for probe, at in probes]
+    return sum(max(cost.host_ns, cost.gpu_ns) for cost in found)
+
+
+def _work_table(costs: CostModel, settings: Settings) -> NDArray[np.float64]:
+    """Nanoseconds of a layer-step's experts [k+1, k+1]: fetched, on the CPU; the others are resident."""
+    k = costs.shape.top_k
+    table = np.full((k + 1, k + 1), np.nan)
+    for fetched, on_cpu in product(range(k + 1), repeat=2):
+        if fetched + on_cpu <= k and (on_cpu == 0 or settings.miss_action != "fetch"):
+            table[fetched, on_cpu] = _work_ns(costs, settings, fetched, on_cpu)
+    return table
+
+
+def _work_ns(costs: CostModel, settings: Settings, fetched: int, on_cpu: int) -> int:
+    """Resident experts first, then each fetched one as it lands, then the CPU's results."""
+    threads = settings.cpu_threads
+    resident = costs.shape.top_k - fetched - on_cpu
+    wake, copy, one = costs.cost("wait").host_ns, costs.copy_ns, costs.experts_gpu_ns(1)
+    time, cpu = costs.experts_gpu_ns(resident), costs.experts_cpu_ns(on_cpu, threads)
+    if on_cpu:
+        if resident:
+            time = time * SCALE // costs.both_rate(resident, on_cpu, threads)
+        if fetched or settings.prefetch_depth:
+            copy = copy * SCALE // costs.copy_rate(threads)
+            cpu = cpu * SCALE // costs.cpu_rate(on_cpu, threads)
+    for nth in range(1, fetched + 1):
+        time = max(time, nth * copy + wake) + one
+    return max(time, cpu)
+
+
+def _mean_ns(found: Outcomes, costs: CostModel, dense: int, work: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Mean layer-step time [L]; a step is no shorter than what the link carries in it, prefetches included."""
+    fetched, on_cpu, _ = np.indices(found.histogram.shape[1:])
+    link = found.prefetched[:, None, None, None] + fetched
+    times = np.maximum(dense + work[fetched, on_cpu], link * costs.copy_ns)
+    seen = found.histogram > 0
+    return np.where(seen, found.histogram * times, 0.0).sum(axis=(1, 2, 3)) / max(1, found.tokens)
