@@ -54,17 +54,17 @@ class Marks:
 
     def __init__(self) -> None:
         self.spans: list[tuple[str, int, int, int, int]] = []  # kind, layer, expert, begun, done (perf_counter ns)
-        self._since = time.perf_counter_ns()
+        self.since_ns = time.perf_counter_ns()
 
     def start(self) -> None:
         """Begin a span here, without recording the time since the last mark."""
-        self._since = time.perf_counter_ns()
+        self.since_ns = time.perf_counter_ns()
 
     def mark(self, kind: str, layer: int = -1, expert: int = -1) -> None:
         """Record the span since the last mark."""
         now = time.perf_counter_ns()
-        self.spans.append((kind, layer, expert, self._since, now))
-        self._since = now
+        self.spans.append((kind, layer, expert, self.since_ns, now))
+        self.since_ns = now
 
 
 class NoMarks(Marks):

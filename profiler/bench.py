@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -61,11 +62,17 @@ class Bench:
         return Stage(resident, list(range(self._resident, self.shape.experts)))
 
     def layer_step(
-        self, layer: int, experts: list[int], context: int = 64, depth: int = 0, prefetched: list[int] | None = None
+        self,
+        layer: int,
+        experts: list[int],
+        context: int = 64,
+        depth: int = 0,
+        prefetched: list[int] | None = None,
+        wait_us: int = 0,
     ) -> Spans:
         """One whole layer-step of decode on random input, its experts chosen; microseconds per kind of block.
 
-        `prefetched` experts of the next layer are copied meanwhile.
+        `prefetched` experts of the next layer are copied meanwhile. `wait_us` is waited first, as for a copy.
         Blocks run in the engine's order, so that each finds caches as it does in decode; on a GPU each starts idle.
         """
         decoder, forward, marks = self.decoder, self.engine.forward, Marks()
@@ -73,6 +80,10 @@ class Bench:
         with torch.inference_mode():
             x = self.hidden()
             self.start(marks)
+            while wait_us and time.perf_counter_ns() < marks.since_ns + wait_us * 1000:
+                time.sleep(0)
+            if wait_us:
+                marks.start()
             r = decoder.attend(layer, x, min(context, decoder.context_tokens) - 1)
             self.end(marks, "attention")
             h = decoder.moe_input(layer, r)

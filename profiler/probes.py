@@ -27,6 +27,7 @@ class Effort:
     contexts: tuple[int, ...]
     chunks: tuple[int, ...]
     sizes: tuple[int, ...]
+    waits: tuple[int, ...] = (0, 200, 500, 1000, 2000)
 
 
 QUICK = Effort(50, (1, 64, 256, 1024, 4096), (1, 8, 32, 128), (1 << 14, 1 << 17, 1 << 20, 1 << 23))
@@ -58,7 +59,7 @@ def resident(bench: Bench, effort: Effort) -> Iterator[Measurement]:
             for kind, time_us in spans.items():
                 if turn >= 0:
                     found.setdefault((kind, at.get(kind, 0)), []).append(time_us)
-    coordinate = {"attention": "context", "predict": "depth", "experts_gpu": "experts"}
+    coordinate = {"attention": "context", "predict": "depth", "experts_gpu": "experts", "plan": "copies"}
     for (kind, at), samples in sorted(found.items()):
         gpu_us = gpu_microseconds(_block(bench, kind, at), effort.rounds, device)
         yield summarise(kind, samples, gpu_us, **({coordinate[kind]: at} if kind in coordinate else {}))
@@ -128,6 +129,42 @@ def _beside_copies(bench: Bench, effort: Effort, threads: int) -> Iterator[Measu
         copies += bench.copy_times(i % layers, absent[:k], absent[-k:])
     bench.engine.cpu.resize(0)
     yield summarise("copy_beside_cpu", copies, threads=threads)
+
+
+HOST_BLOCKS = ("attention", "route", "plan", "finish")
+
+
+def company(bench: Bench, effort: Effort) -> Iterator[Measurement]:
+    """What copies cost the decoding thread: queueing them, interruptions by their thread, cold caches after a wait."""
+    stage = bench.stage("fetch")
+    k, layers = bench.shape.top_k, bench.shape.n_moe_layers
+    turns = effort.rounds * layers
+    for wait_us in effort.waits:
+        samples = []
+        for i in range(turns if wait_us < 1000 else turns // 2):
+            spans = bench.layer_step(i % layers, bench.pick(stage.resident, k, i), wait_us=wait_us)
+            samples.append(sum(spans[kind] for kind in HOST_BLOCKS))
+        yield summarise("after_wait", samples, wait_us=wait_us)
+    plans, losses = [], []
+    for i in range(turns):
+        layer, demand = i % max(1, layers - 1), bench.pick(stage.resident, k, i)
+        quiet = [_work(bench.layer_step(layer, demand)) for _ in range(3)][-1]
+        bench.engine.copies.spans = []
+        plans.append(bench.layer_step(layer, demand, prefetched=bench.pick(stage.absent, k, i))["plan"])
+        before, busy = len(bench.engine.copies.spans), 0.0
+        for _ in range(3):
+            busy += _work(bench.layer_step(layer, demand))
+        landed = len(bench.engine.copies.spans) - before
+        bench.engine.copies.spans = None
+        bench.discard()
+        if landed:
+            losses.append(max(0.0, busy - 3 * quiet) / landed)
+    yield summarise("plan", plans, copies=1)
+    yield summarise("interrupt", losses or [0.0])
+
+
+def _work(spans: dict[str, float]) -> float:
+    return sum(spans[kind] for kind in (*HOST_BLOCKS, "experts_gpu"))
 
 
 def link(bench: Bench, effort: Effort) -> Iterator[Measurement]:

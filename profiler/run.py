@@ -40,6 +40,7 @@ def profile(
 
     groups = (
         ("decode blocks", lambda: probes.resident(bench, effort)),
+        ("copies beside decoding", lambda: probes.company(bench, effort)),
         ("link", lambda: probes.link(bench, effort)),
         ("experts on the CPU", lambda: probes.cpu_experts(bench, effort)),
         ("prefill", lambda: probes.prefill(bench, effort)),

@@ -8,7 +8,9 @@ Probes (the names are a contract between profiler and cost model). `p50_us` is t
     attention       context                   attention block of one layer, one token
     route                                     MoE norm, gate, top-k, ids and weights on the host
     predict         depth                     predictions for `depth` later layers, ids on the host
-    plan                                      brain.begin, queueing copies, waking workers
+    plan            copies                    brain.begin without copies (0), or queueing some to an idle link (1)
+    after_wait      wait_us                   attention, route, plan and finish together after waiting so long
+    interrupt                                 decoding thread's loss per copy that lands while it works
     finish                                    weighted sum, residual, brain.finish
     experts_gpu     experts                   that many experts, one token each, resident
     experts_cpu     experts, threads          that many experts on the CPU, hand-off and result included

@@ -16,6 +16,7 @@ from foreload.backend.policy.state import DECODE, IN_FLIGHT, LANDED, QUEUED
 from foreload.errors import InternalError
 
 PR_SET_TIMERSLACK = 29
+SPINS = 2000
 
 
 class CopyThread:
@@ -45,13 +46,23 @@ class CopyThread:
             self.lock.notify_all()
 
     def take_ready(self, keys: Collection[int]) -> int:
-        """Wait until a copy among `keys` can be used by the next kernel; returns the first in link order."""
+        """Wait until a copy among `keys` can be used by the next kernel; returns the first in link order.
+
+        Spins for the length of a few copies, since a sleeping thread wakes late and with cold caches.
+        """
+        for _ in range(SPINS):
+            if (ready := self._ready(keys)) >= 0:
+                return ready
+            time.sleep(0)
         with self.lock:
-            while True:
-                ready = [key for key in keys if self._status(key) in self._usable]
-                if ready:
-                    return min(ready, key=self._order.__getitem__)
+            while (ready := self._ready(keys)) < 0:
                 self._wait()
+            return ready
+
+    def _ready(self, keys: Collection[int]) -> int:
+        status, usable = self.brain.state.status.reshape(-1), self._usable
+        ready = [key for key in keys if status[key] in usable]
+        return min(ready, key=self._order.__getitem__) if ready else -1
 
     def wait_landed(self, keys: Collection[int]) -> None:
         """Wait until all of `keys` have landed."""
