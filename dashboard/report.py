@@ -36,6 +36,7 @@ KIND_NAMES = {
     "wait_gpu": "GPU still busy",
     "wake": "wake up",
 }
+SHOWN = 8  # candidates before the rest is folded away
 NO_GAIN = 1.02
 """Below this speed-up the page says that the default stays."""
 
@@ -66,6 +67,7 @@ def render(run: Run) -> str:
 def view(run: Run) -> dict[str, Any]:
     """What the template shows, all of it taken from the run's files."""
     result = run.result
+    ranked = sorted(result.candidates, key=lambda candidate: (not candidate.chosen, candidate.predicted_tpot_ms))
     return {
         "version": foreload.__version__,
         "run": run,
@@ -85,7 +87,8 @@ def view(run: Run) -> dict[str, Any]:
         "sources": sorted({breakdown.source for breakdown in result.breakdown.values()}),
         "settings": [row for row in settings_rows(run) if row[3]],
         "same_settings": [row for row in settings_rows(run) if not row[3]],
-        "candidates": sorted(result.candidates, key=lambda candidate: candidate.predicted_tpot_ms),
+        "candidates": ranked[:SHOWN],
+        "other_candidates": ranked[SHOWN:],
         "describe": describe_candidate,
         "profile": profile_rows(run.profile) if run.profile else [],
     }
@@ -171,7 +174,9 @@ def settings_rows(run: Run) -> list[tuple[str, str, str, bool]]:
 def _plain(value: Any) -> str:
     if value is None:
         return "not set"
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    if not isinstance(value, list):
+        return str(value)
+    return f"{value[0]} in each of {len(value)}" if len(set(value)) == 1 < len(value) else ", ".join(map(str, value))
 
 
 def describe_candidate(candidate: Candidate) -> str:

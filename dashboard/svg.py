@@ -77,7 +77,7 @@ def bars(title: str, items: Sequence[Bar], marks: Mapping[str, float], unit: str
         body.append(
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y + 4}" y2="{bottom}" stroke="#b91c1c" stroke-dasharray="2 3"/>'
         )
-        right = x > WIDTH * 0.6
+        right = x + 7.2 * len(name) > WIDTH
         body.append(_text(x - 6 if right else x + 6, y + 6, name, "end" if right else "start", "#b91c1c", 12))
     return _svg(WIDTH, bottom + 34, title, body)
 

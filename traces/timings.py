@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,17 +22,21 @@ KINDS = (
     "route",
     "predict",
     "plan",
+    "submit",
     "fetch",
     "prefetch",
     "upload",
     "experts_gpu",
     "experts_cpu",
     "wait",
+    "wait_cpu",
     "finish",
     "sync",
     "head",
     "draft",
     "sample",
+    "prefill_layer",
+    "prefill_expert",
 )
 METADATA_KEY = b"foreload_timings"
 
@@ -53,6 +57,67 @@ class Span:
     layer: int = -1
     expert: int = -1
     bytes: int = 0
+
+
+class NsEvent(Protocol):
+    """A span as engine and simulator keep it: integer nanoseconds, no name."""
+
+    @property
+    def stream(self) -> str:
+        """The track."""
+
+    @property
+    def kind(self) -> str:
+        """Of KINDS."""
+
+    @property
+    def start_ns(self) -> int:
+        """Since the run began."""
+
+    @property
+    def duration_ns(self) -> int:
+        """At least 0."""
+
+    @property
+    def step(self) -> int:
+        """-1 where it does not apply."""
+
+    @property
+    def layer(self) -> int:
+        """-1 where it does not apply."""
+
+    @property
+    def expert(self) -> int:
+        """-1 where it does not apply."""
+
+    @property
+    def bytes(self) -> int:
+        """Moved."""
+
+
+def spans_of(events: Iterable[NsEvent]) -> list[Span]:
+    """Events in nanoseconds as spans, named `kind layer` or `kind layer:expert`."""
+    return [
+        Span(
+            track=event.stream,
+            kind=event.kind,
+            name=span_name(event.kind, event.layer, event.expert),
+            start_us=event.start_ns / 1000,
+            duration_us=event.duration_ns / 1000,
+            step=event.step,
+            layer=event.layer,
+            expert=event.expert,
+            bytes=event.bytes,
+        )
+        for event in events
+    ]
+
+
+def span_name(kind: str, layer: int = -1, expert: int = -1) -> str:
+    """What a timeline shows on a span."""
+    if layer < 0:
+        return kind
+    return f"{kind} {layer}" if expert < 0 else f"{kind} {layer}:{expert}"
 
 
 @dataclass(frozen=True)

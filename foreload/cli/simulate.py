@@ -2,10 +2,166 @@
 
 from __future__ import annotations
 
-from foreload.cli.output import JsonFlag
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foreload.cli.inputs import ContextIn, Inputs, ProfileIn, TraceIn, VramIn, load_inputs
+from foreload.cli.output import JsonFlag, Output, facts, table
 from foreload.errors import UsageError
+from foreload.units import format_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from foreload.settings import Settings
+    from foreload.simulator.result import SimResult
+
+RequestsIn = Annotated[
+    list[int] | None, typer.Option("--request", metavar="N", help="Only this request; repeatable. Default: all.")
+]
 
 
-def simulate(as_json: JsonFlag = False) -> None:
+def simulate(
+    profile: ProfileIn,
+    trace: TraceIn,
+    settings: Annotated[
+        Path | None, typer.Option("--settings", metavar="FILE", help="JSON or TOML. Default: the defaults.")
+    ] = None,
+    vram: VramIn = None,
+    cache_ratio: Annotated[
+        float | None, typer.Option("--cache-ratio", help="Share of experts that may stay, 0 to 1, instead.")
+    ] = None,
+    context: ContextIn = None,
+    request: RequestsIn = None,
+    timeline: Annotated[
+        Path | None, typer.Option("--timeline", metavar="FILE", help="Write a timeline for ui.perfetto.dev.")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
     """What these settings would do on this machine, for this recording."""
-    raise UsageError("simulate: not available yet")
+    from foreload.simulator.engine_model import simulate as run
+
+    output = Output(as_json)
+    inputs = load_inputs(profile, trace, output)
+    chosen = _settings(settings, cache_ratio, vram)
+    capacity = inputs.capacity(chosen, vram, context)
+    with output.progress() as progress:
+        progress.add_task("simulating", total=None)
+        result = run(
+            inputs.trace, inputs.profile, inputs.shape, chosen, capacity, request, timeline=timeline is not None
+        )
+        values = {
+            **_provenance(inputs, chosen, capacity),
+            **result.as_dict(),
+            "bounds": _bounds(inputs, result, request),
+        }
+    if timeline is not None:
+        _write_timeline(timeline, result, inputs)
+        output.note(f"{timeline}: timeline written")
+    output.finish(values, lambda console: show(console, values))
+
+
+def _settings(path: Path | None, cache_ratio: float | None, vram: str | None) -> Settings:
+    from foreload.settings import Settings
+
+    chosen = Settings() if path is None else Settings.load(path)
+    if cache_ratio is None:
+        return chosen
+    if vram is not None:
+        raise UsageError("--vram and --cache-ratio exclude each other: give one of them")
+    return chosen.changed(slots_per_layer=None, cache_ratio=cache_ratio)
+
+
+def _provenance(inputs: Inputs, settings: Settings, capacity: tuple[int, ...]) -> dict[str, Any]:
+    meta = inputs.profile.meta
+    return {
+        "source": "simulated",
+        "model": inputs.trace.meta.model,
+        "shape_hash": inputs.shape.hash,
+        "machine": meta.machine,
+        "device": meta.device,
+        "emulated_link_bytes_per_s": meta.emulated_link_bytes_per_s,
+        "settings": settings.model_dump(mode="json", exclude_none=True),
+        "slots_per_layer": list(capacity),
+    }
+
+
+def _bounds(inputs: Inputs, result: SimResult, request: list[int] | None) -> dict[str, Any]:
+    from foreload.settings import staging_slots
+    from foreload.simulator.bounds import bounds
+    from foreload.simulator.costs import CostModel
+    from foreload.simulator.workload import load_requests
+
+    slots = sum(result.capacity) + staging_slots(result.settings, inputs.shape)
+    requests = load_requests(inputs.trace, inputs.shape, None, request)
+    return bounds(requests, CostModel(inputs.profile, inputs.shape), slots).as_dict()
+
+
+def _write_timeline(path: Path, result: SimResult, inputs: Inputs) -> None:
+    from foreload.traces.perfetto import write_perfetto
+    from foreload.traces.timings import spans_of
+
+    meta = {"source": "simulated", "model": inputs.trace.meta.model, "machine": inputs.profile.meta.machine}
+    write_perfetto(path, {"simulated": spans_of(result.timeline)}, meta)
+
+
+def show(console: Console, values: Mapping[str, Any]) -> None:
+    """Print what a simulation says, for people."""
+    slots = values["slots_per_layer"]
+    spread = f"{slots[0]} in every layer" if len(set(slots)) == 1 else ", ".join(map(str, slots))
+    console.print(
+        facts(
+            f"{values['model']} on {values['device']}: simulated",
+            {
+                "machine": values["machine"] + link_text(values["emulated_link_bytes_per_s"]),
+                "settings": settings_text(values["settings"]),
+                "slots": spread,
+                "tokens": f"{values['tokens']} decoded",
+            },
+        )
+    )
+    console.print(table("", ("", "simulated"), _rows(values), f"costs: {sources_text(values['sources'])}"))
+
+
+def _rows(values: Mapping[str, Any]) -> list[tuple[str, str]]:
+    parts = values["tpot_parts_ms"]
+    rows = [("time per token", f"{values['tpot_ms']:.3f} ms")]
+    for name, text in (("cold", "cold start"), ("after_prefill", "just after a prompt"), ("steady", "steady")):
+        if parts[name] is not None:
+            rows.append((f"  {text}", f"{parts[name]:.3f} ms"))
+    for kind, ms in values["stall_per_token_ms"].items():
+        if ms:
+            rows.append((f"  of it {kind.replace('_', ' ')} (stall)", f"{ms:.3f} ms"))
+    rows += [
+        ("bound, no setting with these slots is faster", f"{values['bounds']['floor_ms']:.3f} ms"),
+        ("every expert resident", f"{values['bounds']['resident_ms']:.3f} ms"),
+        ("experts resident when demanded", f"{values['hit_rate']:.1%}"),
+        ("copied per token", format_bytes(values["bytes_per_token"])),
+        ("  of it prefetched in vain", format_bytes(values["bytes_wasted_per_token"])),
+    ]
+    return rows
+
+
+def settings_text(settings: Mapping[str, Any]) -> str:
+    """Settings other than the default, on one line."""
+    from foreload.settings import Settings
+
+    return Settings.parse(dict(settings)).describe()
+
+
+def link_text(emulated_bytes_per_s: int | None) -> str:
+    """How the link is labelled wherever it is emulated."""
+    return "" if emulated_bytes_per_s is None else f", emulated link {emulated_bytes_per_s / 1e9:.3g} GB/s"
+
+
+def sources_text(sources: Mapping[str, str]) -> str:
+    """Where the profile's figures come from: `measured; interpolated: attention`."""
+    by_source: dict[str, list[str]] = {}
+    for probe, source in sources.items():
+        by_source.setdefault(source, []).append(probe.replace("_", " "))
+    order = ("measured", "interpolated", "extrapolated", "assumed")
+    found = [source for source in order if source in by_source]
+    return "; ".join("measured" if s == "measured" else f"{s}: {', '.join(by_source[s])}" for s in found)

@@ -1,11 +1,137 @@
-"""`foreload tune`: the best settings for a machine and a recording."""
+"""`foreload tune`: the best settings for a machine, a recording and a memory budget."""
 
 from __future__ import annotations
 
-from foreload.cli.output import JsonFlag
-from foreload.errors import UsageError
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foreload.cli.inputs import ContextIn, Inputs, ProfileIn, TraceIn, VramIn, load_inputs
+from foreload.cli.output import JsonFlag, Output, facts, table
+from foreload.cli.simulate import link_text
+from foreload.errors import FileError, UsageError
+from foreload.units import format_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from foreload.settings import Settings
+    from foreload.simulator.tune import TuneResult
 
 
-def tune(as_json: JsonFlag = False) -> None:
-    """The best settings for this machine and this recording."""
-    raise UsageError("tune: not available yet")
+def tune(
+    profile: ProfileIn,
+    trace: TraceIn,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Settings file to write, .json or .toml.")],
+    vram: VramIn = None,
+    slots: Annotated[
+        int | None, typer.Option("--slots", min=1, help="Instead of --vram: expert slots, staging included.")
+    ] = None,
+    context: ContextIn = None,
+    settings: Annotated[
+        Path | None, typer.Option("--settings", metavar="FILE", help="The default to beat. Default: the defaults.")
+    ] = None,
+    run: Annotated[
+        Path | None, typer.Option("--run", metavar="DIR", help="Also write a run folder for `foreload report`.")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Find the best settings for this machine and recording, by integer programs and simulation."""
+    output = Output(as_json)
+    if (vram is None) == (slots is None):
+        raise UsageError("give the memory budget with --vram or --slots, one of them")
+    inputs = load_inputs(profile, trace, output)
+    result = _tune(inputs, _base(settings), vram, slots, context, output)
+    result.best.settings.save(out)
+    if run is not None:
+        write_run(run, result, inputs, profile, trace)
+    meta = inputs.profile.meta
+    values = {
+        "file": str(out),
+        "source": "simulated",
+        "model": inputs.trace.meta.model,
+        "machine": meta.machine,
+        "device": meta.device,
+        "emulated_link_bytes_per_s": meta.emulated_link_bytes_per_s,
+        **result.as_dict(),
+    }
+    output.finish(values, lambda console: _show(console, values, result))
+
+
+def _base(path: Path | None) -> Settings:
+    from foreload.settings import Settings
+
+    return Settings() if path is None else Settings.load(path)
+
+
+def _tune(
+    inputs: Inputs, base: Settings, vram: str | None, slots: int | None, context: int | None, output: Output
+) -> TuneResult:
+    from foreload.simulator.tune import tune as search
+
+    budget = inputs.slot_budget(vram, context, base) if vram is not None else slots
+    with output.progress() as progress:
+        task = progress.add_task("tuning", total=None)
+        return search(
+            inputs.trace,
+            inputs.profile,
+            inputs.shape,
+            inputs.dtype,
+            slots=budget,
+            base=base,
+            progress=lambda done, total, what: progress.update(task, description=what, completed=done, total=total),
+        )
+
+
+def write_run(folder: Path, result: TuneResult, inputs: Inputs, profile: Path, trace: Path) -> None:
+    """A run folder (see `foreload.dashboard.result`) without measurements; FileError if it cannot be written."""
+    from foreload.dashboard.collect import run_meta, run_result
+    from foreload.files import atomic_path, write_text
+
+    collected = run_result(result, run_meta(inputs.profile, inputs.trace))
+    write_text(folder / "result.json", collected.model_dump_json(indent=1) + "\n")
+    result.best.settings.save(folder / "settings.json")
+    for source, name in ((profile, "profile.json"), (trace, "trace.parquet")):
+        target = folder / name
+        if source.is_dir():
+            raise FileError(f"{source}: an unfinished recording has no place in a run: foreload trace recover")
+        if not (target.exists() and target.samefile(source)):
+            with atomic_path(target) as partial:
+                shutil.copyfile(source, partial)
+
+
+def _show(console: Console, values: dict[str, Any], result: TuneResult) -> None:
+    verdict = "nothing clearly beats the default: it stays"
+    if not result.kept_default:
+        verdict = f"{result.speedup:.2f} times as fast as the default, simulated"
+    console.print(
+        facts(
+            f"{values['model']} on {values['device']}: {verdict}",
+            {
+                "machine": values["machine"] + link_text(values["emulated_link_bytes_per_s"]),
+                "budget": f"{result.slots} expert slots, staging included",
+                "best": result.best.settings.describe(),
+                "written to": values["file"],
+            },
+        )
+    )
+    bound, resident = values["bounds"]["floor_ms"], values["bounds"]["resident_ms"]
+    held = "requests held out" if result.held_out else "the requests that chose"
+    note = f"source: simulated, on {held}; bound {bound:.3f} ms, every expert resident {resident:.3f} ms"
+    rows = [_row("default", values["default"]), _row("best", values["best"])]
+    console.print(table("", ("", "ms per token", "hits", "copied per token", "stall, ms"), rows, note))
+    families = [(c.family, f"{c.tpot_ns / 1e6:.3f}") for c in result.families()]
+    console.print(table("Best of each family", ("family", "ms per token"), families, "source: simulated, to choose by"))
+
+
+def _row(name: str, shown: dict[str, Any]) -> tuple[str, ...]:
+    predicted = shown["predicted"]
+    return (
+        name,
+        f"{predicted['tpot_ms']:.3f}",
+        f"{predicted['hit_rate']:.1%}",
+        format_bytes(predicted["bytes_per_token"]),
+        f"{sum(predicted['stall_per_token_ms'].values()):.3f}",
+    )
