@@ -40,8 +40,11 @@ def run_result(
 
     `simulated` are predictions for exactly what was measured; without them the tuner's own are taken.
     """
-    predicted = dict(simulated or {"default": predicted_of(tuned.default), "tuned": predicted_of(tuned.best)})
-    known = dict(measured or {})
+    predicted: Mapping[Side, SimResult] = simulated or {
+        "default": predicted_of(tuned.default),
+        "tuned": predicted_of(tuned.best),
+    }
+    known: Mapping[Side, Measured] = measured or {}
     outcomes = {side: outcome(result, known.get(side)) for side, result in predicted.items()}
     return RunResult(
         default=outcomes["default"],

@@ -87,8 +87,8 @@ def view(run: Run) -> dict[str, Any]:
         "sources": sorted({breakdown.source for breakdown in result.breakdown.values()}),
         "settings": [row for row in settings_rows(run) if row[3]],
         "same_settings": [row for row in settings_rows(run) if not row[3]],
-        "candidates": ranked[:SHOWN],
-        "other_candidates": ranked[SHOWN:],
+        "candidates": [c for at, c in enumerate(ranked) if at < SHOWN or c.name == "default"],
+        "other_candidates": [c for at, c in enumerate(ranked) if at >= SHOWN and c.name != "default"],
         "describe": describe_candidate,
         "profile": profile_rows(run.profile) if run.profile else [],
     }

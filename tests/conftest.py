@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from foreload.profiler.schema import HardwareProfile, Measurement, ProfileMeta
 from foreload.shape import ModelShape
 from foreload.traces.schema import DECODE, PREFILL, PredictionColumn, Trace, TraceMeta
 
@@ -153,3 +154,61 @@ def append_steps(writer: Any, trace: Trace) -> None:
             weights=rows.weights,
             predictions=rows.predictions,
         )
+
+
+@pytest.fixture
+def make_profile(shape: ModelShape) -> Callable[..., HardwareProfile]:
+    """A made-up profile of `shape` that holds every probe; keywords replace fields of its metadata."""
+    points: list[tuple[str, dict[str, int], float]] = [
+        ("copy", {"bytes": 384, "pinned": 0}, 30.0),
+        ("copy", {"bytes": 1536, "pinned": 0}, 100.0),
+        ("embed", {}, 5.0),
+        ("attention", {"context": 1}, 30.0),
+        ("attention", {"context": 101}, 40.0),
+        ("route", {}, 10.0),
+        ("predict", {"depth": 1}, 4.0),
+        ("predict", {"depth": 2}, 8.0),
+        ("plan", {}, 8.0),
+        ("finish", {}, 6.0),
+        ("experts_gpu", {"experts": 1}, 20.0),
+        ("experts_gpu", {"experts": 2}, 40.0),
+        ("experts_cpu", {"experts": 1, "threads": 1}, 60.0),
+        ("experts_cpu", {"experts": 2, "threads": 1}, 120.0),
+        ("experts_cpu_beside_copy", {"experts": 1, "threads": 1}, 90.0),
+        ("experts_cpu_beside_copy", {"experts": 2, "threads": 1}, 180.0),
+        ("copy_beside_cpu", {"threads": 1}, 125.0),
+        ("both", {"gpu": 1, "cpu": 1, "threads": 1}, 64.0),
+        ("wait", {}, 3.0),
+        ("head", {}, 30.0),
+        ("prefill_layer", {"tokens": 1}, 41.0),
+        ("prefill_layer", {"tokens": 64}, 104.0),
+        ("prefill_expert", {"tokens": 1}, 21.0),
+        ("prefill_expert", {"tokens": 64}, 84.0),
+    ]
+
+    def make(**fields: Any) -> HardwareProfile:
+        base: dict[str, Any] = {
+            "device": "cpu",
+            "device_name": "AMD EPYC 9B14",
+            "machine": "AMD EPYC 9B14, 2 cores, Linux x86_64",
+            "cores": 2,
+            "dtype": "float32",
+            "shape": asdict(shape),
+            "shape_hash": shape.hash,
+            "expert_bytes": shape.expert_bytes("float32"),
+            "mode": "quick",
+            "emulated_link_bytes_per_s": 2 * 10**9,
+            "date": "2026-11-29",
+            "software": {"python": "3.11.7"},
+            "noise_pct": 1.8,
+        }
+        measurements = tuple(
+            Measurement(probe=probe, at=at, p50_us=us, p95_us=us * 1.1, repeats=20, source=source_of(probe))
+            for probe, at, us in points
+        )
+        return HardwareProfile(meta=ProfileMeta(**{**base, **fields}), measurements=measurements)
+
+    def source_of(probe: str) -> Any:
+        return "assumed" if probe == "wait" else "measured"
+
+    return make

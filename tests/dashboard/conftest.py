@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from foreload.profiler.schema import HardwareProfile, Measurement, ProfileMeta
 from foreload.settings import Settings
-from foreload.shape import ModelShape
 
 
 def made_up_result() -> dict[str, Any]:
@@ -88,58 +85,15 @@ def made_up_result() -> dict[str, Any]:
     }
 
 
-def made_up_profile(shape: ModelShape) -> HardwareProfile:
-    """A profile with a few probes."""
-    points: list[tuple[str, dict[str, int], float]] = [
-        ("copy", {"bytes": 4096, "pinned": 0}, 12.5),
-        ("copy", {"bytes": 460800, "pinned": 0}, 230.4),
-        ("attention", {"context": 16}, 92.0),
-        ("attention", {"context": 256}, 130.0),
-        ("route", {}, 61.0),
-        ("experts_gpu", {"experts": 1}, 55.0),
-        ("experts_gpu", {"experts": 4}, 190.0),
-        ("experts_cpu", {"experts": 4, "threads": 1}, 160.0),
-        ("wait", {}, 20.0),
-    ]
-    return HardwareProfile(
-        meta=ProfileMeta(
-            device="cpu",
-            device_name="AMD EPYC 9B14",
-            machine="AMD EPYC 9B14, 2 cores, Linux x86_64",
-            cores=2,
-            dtype="float32",
-            shape=asdict(shape),
-            shape_hash=shape.hash,
-            expert_bytes=shape.expert_bytes("float32"),
-            mode="quick",
-            emulated_link_bytes_per_s=2 * 10**9,
-            date="2026-11-29",
-            software={"python": "3.11.7"},
-            noise_pct=1.8,
-        ),
-        measurements=tuple(
-            Measurement(
-                probe=probe,
-                at=at,
-                p50_us=p50,
-                p95_us=p50 * 1.1,
-                repeats=20,
-                source="assumed" if probe == "wait" else "measured",
-            )
-            for probe, at, p50 in points
-        ),
-    )
-
-
 @pytest.fixture
-def run_folder(tmp_path: Path, shape: ModelShape, make_trace: Any, write_trace: Any) -> Callable[..., Path]:
+def run_folder(tmp_path: Path, make_profile: Any, make_trace: Any, write_trace: Any) -> Callable[..., Path]:
     """Write a run folder; `result` replaces fields of result.json."""
 
     def make(**result: Any) -> Path:
         folder = tmp_path / "demo"
         folder.mkdir()
         (folder / "result.json").write_text(json.dumps({**made_up_result(), **result}))
-        made_up_profile(shape).save(folder / "profile.json")
+        make_profile().save(folder / "profile.json")
         Settings(slots_per_layer=(12, 4, 7), miss_action="split", admission="background").save(folder / "settings.json")
         write_trace(folder / "trace.parquet", make_trace(subjects=("prose", "code")))
         (folder / "timeline.json").write_text("{}")
