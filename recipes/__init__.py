@@ -1,0 +1,1 @@
+"""Recipes: how the project's texts, tokenizer and models are made (not part of the wheel)."""

@@ -1,0 +1,1 @@
+"""Trainer of the project's own models: Qwen3-MoE and dense Qwen3, described by a JSON configuration."""
