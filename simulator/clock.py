@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import simpy
 
-from foreload.simulator.resources import fire
+from foreload.simulator.resources import Clockwork, fire
 from foreload.simulator.timeline import Timeline
 
 WAIT_LINK, WAIT_ISSUE, WAIT_CPU, WAIT_GPU, WAKE = "wait_link", "wait_issue", "wait_cpu", "wait_gpu", "wake"
@@ -20,7 +20,7 @@ _SPANS = {WAIT_LINK: "wait", WAIT_ISSUE: "wait", WAKE: "wait", WAIT_GPU: "sync"}
 class HostClock:
     """Runs ahead of the SimPy clock while nothing else is at work; `catch_up` brings both together."""
 
-    def __init__(self, env: simpy.Environment, timeline: Timeline) -> None:
+    def __init__(self, env: Clockwork, timeline: Timeline) -> None:
         self.now = 0
         self.time: defaultdict[str, int] = defaultdict(int)
         self._env = env
@@ -29,7 +29,7 @@ class HostClock:
     @property
     def ahead(self) -> bool:
         """Whether the SimPy clock is behind."""
-        return bool(self._env.now < self.now)
+        return self._env.now < self.now
 
     def catch_up(self) -> simpy.Event:
         """Fires when the SimPy clock has reached this one."""

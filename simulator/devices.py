@@ -9,12 +9,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
-
-import simpy
+from functools import partial
 
 from foreload.simulator.clock import WAIT_GPU, WAIT_ISSUE, WAIT_LINK, WAKE, HostClock
 from foreload.simulator.costs import Cost, CostModel
-from foreload.simulator.resources import CPU, GPU, Link, Process, Sharing, fire
+from foreload.simulator.resources import CPU, GPU, Clockwork, Link, Process, Sharing, fire
 from foreload.simulator.timeline import Timeline
 
 
@@ -26,7 +25,7 @@ class Device(ABC):
 
     def __init__(
         self,
-        env: simpy.Environment,
+        env: Clockwork,
         costs: CostModel,
         sharing: Sharing,
         link: Link,
@@ -76,7 +75,7 @@ class HostDevice(Device):
             if self._clock.ahead:
                 yield self._clock.catch_up()
             done = self._env.event()
-            self._sharing.start(GPU, work_ns, lambda: fire(done), count)
+            self._sharing.start(GPU, work_ns, partial(fire, done), count)
             yield done
             work_ns = self._env.now - self._clock.now
         self._clock.spend("experts_gpu", work_ns, layer, expert)
@@ -111,7 +110,7 @@ class GpuDevice(Device):
 
     def __init__(
         self,
-        env: simpy.Environment,
+        env: Clockwork,
         costs: CostModel,
         sharing: Sharing,
         link: Link,
@@ -181,7 +180,7 @@ class GpuDevice(Device):
                     if self._env.now < start:
                         yield self._env.timeout(start - self._env.now)
                     done = self._env.event()
-                    self._sharing.start(GPU, launch.work_ns, lambda done=done: fire(done), launch.experts)
+                    self._sharing.start(GPU, launch.work_ns, partial(fire, done), launch.experts)
                     yield done
                     end = self._env.now
                 self._end(launch, start, end)

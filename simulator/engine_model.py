@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import simpy
 from numpy.typing import NDArray
 
 from foreload.backend.policy import Action, Brain
@@ -18,11 +17,11 @@ from foreload.errors import InternalError, MismatchError
 from foreload.profiler.schema import HardwareProfile
 from foreload.settings import Settings
 from foreload.shape import ModelShape
-from foreload.simulator.clock import WAIT_CPU, WAKE, HostClock
+from foreload.simulator.clock import WAIT_CPU, WAIT_LINK, WAKE, HostClock
 from foreload.simulator.costs import CostModel, as_costs, split_costs
 from foreload.simulator.devices import Device, GpuDevice, HostDevice
 from foreload.simulator.prefill import prefill
-from foreload.simulator.resources import CpuPool, Link, Process, Sharing
+from foreload.simulator.resources import Clockwork, CpuPool, Link, Process, Sharing
 from foreload.simulator.result import SimResult, token_parts
 from foreload.simulator.timeline import Timeline
 from foreload.simulator.workload import Request, load_requests
@@ -38,7 +37,7 @@ class EngineModel:
         self, costs: CostModel, shape: ModelShape, settings: Settings, capacity: tuple[int, ...], timeline: bool = False
     ) -> None:
         split = split_costs(costs, shape, settings) if settings.miss_action == "split" else None
-        self.env = simpy.Environment()
+        self.env = Clockwork()
         self.costs, self.shape, self.settings = costs, shape, settings
         self.brain = Brain(shape, settings, capacity, split)
         self.timeline = Timeline(timeline)
@@ -54,7 +53,7 @@ class EngineModel:
         self.prefill_time: Mapping[str, int] = {}
         self._ones = np.ones(shape.top_k, np.int32)
         self._wake_ns = costs.cost("wait").host_ns
-        self._unfinished = -1
+        self._open = -1  # layer-step that is not finished yet
         self._costs = {name: costs.cost(name) for name in ("embed", "route", "plan", "finish", "head")}
 
     def run(self, requests: Sequence[Request]) -> None:
@@ -80,14 +79,12 @@ class EngineModel:
 
     def _start_request(self) -> Process:
         """Nothing of the last request stays queued or in flight."""
+        if self.link.busy and self.clock.ahead:
+            yield self.clock.catch_up()
         self.brain.start_request()
-        if self.link.busy or self.brain.state.scalars[N_QUEUED]:
-            yield from self.settle()
-            self.brain.quiesce()
-            while self.link.busy:
-                yield self.link.landing(self.link.issued[-1])
-                self.clock.waited("wait_link")
-        self.brain.quiesce()
+        while self.link.busy:
+            yield self.link.landing(self.link.issued[-1])
+            self.clock.waited(WAIT_LINK)
 
     def settle(self) -> Process:
         """Let the others reach the host's time, if any is at work."""
@@ -110,7 +107,6 @@ class EngineModel:
             device.block("attention", attention, layer)
             device.block("route", costs["route"], layer)
             yield from device.sync()
-            yield from self._finish_late()
             depth = min(self.settings.prefetch_depth, last - 1 - layer)
             if depth:
                 device.block("predict", self.costs.cost("predict", depth), layer)
@@ -118,16 +114,18 @@ class EngineModel:
             device.block("plan", costs["plan"], layer)
             yield from self._experts(request, token, layer, depth)
             device.block("finish", costs["finish"], layer)
-            if self._unfinished < 0:
-                yield from self._finish(layer)
+            self._open = layer
+            if not self.costs.asynchronous:
+                yield from self._finish()
         device.block("head", costs["head"])
         yield from device.sync()
-        yield from self._finish_late()
+        yield from self._finish()
         self.brain.end_step()
 
     def _experts(self, request: Request, token: int, layer: int, depth: int) -> Process:
         """A layer-step's experts: plan, hits, copies in the order of the link, CPU results."""
         yield from self.settle()
+        self._close()
         self.link.watch()
         experts = request.demand[token, layer]
         actions = self.brain.begin(layer, experts, self._ones).tolist()
@@ -168,19 +166,17 @@ class EngineModel:
             if key in mine:
                 mine.remove(key)
                 yield from self.device.arrived(key, layer, key - base)
-                if key not in link.landed_at:
-                    self._unfinished = layer
 
-    def _finish(self, layer: int) -> Process:
+    def _finish(self) -> Process:
+        """End the open layer-step, if any. With an asynchronous GPU that is when the next layer has been routed."""
         yield from self.settle()
-        self.brain.finish(layer)
+        self._close()
         yield from self.pump()
 
-    def _finish_late(self) -> Process:
-        """Close the layer-step whose copies had not all landed when the host was done with it."""
-        if self._unfinished >= 0:
-            layer, self._unfinished = self._unfinished, -1
-            yield from self._finish(layer)
+    def _close(self) -> None:
+        if self._open >= 0:
+            self.brain.finish(self._open)
+            self._open = -1
 
 
 def simulate(

@@ -142,7 +142,7 @@ def _have_highs() -> bool:
     saved, sink = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(sink, 1)
-        highspy.Highs()
+        highspy.Highs()  # type: ignore[no-untyped-call]
         ctypes.CDLL(None).fflush(None)
     finally:
         os.dup2(saved, 1)

@@ -86,7 +86,6 @@ def replay(
     nothing = np.zeros((0, 0, layers, width), np.int32)
     for at, request in enumerate(requests):
         brain.start_request()
-        brain.quiesce()
         _prompt(brain.state, prompts[at], EVICTIONS.index(settings.eviction), settings.admission != "none")
         ahead = np.stack(request.predicted[:depth]) if depth else nothing
         _decode(

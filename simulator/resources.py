@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import Any, cast
 
 import simpy
+from simpy.events import EventPriority
 
 from foreload.backend.policy import Brain
 from foreload.backend.policy.copies import WINDOW
@@ -21,10 +22,19 @@ from foreload.simulator.timeline import Timeline
 
 LINK, CPU, GPU = 0, 1, 2
 _KINDS = {DEMAND: "fetch", PREFETCH: "prefetch", UPLOAD: "upload"}
-HOST_LAST = 2
+HOST_LAST = EventPriority(2)
 """Event priority of the host: after every completion of the same nanosecond."""
 
 Process = Generator[simpy.Event, Any, None]
+
+
+class Clockwork(simpy.Environment):
+    """A SimPy environment whose clock counts whole nanoseconds."""
+
+    @property
+    def now(self) -> int:
+        """Simulated nanoseconds since the start."""
+        return cast(int, self._now)
 
 
 def fire(event: simpy.Event, delay_ns: int = 0) -> simpy.Event:
@@ -44,13 +54,13 @@ class _Job:
         self.active = False
         self.generation = 0
         self.remaining, self.rate, self.since, self.experts = 0, 0, 0, 0
-        self.done: Callable[[], None] = lambda: None
+        self.done: Callable[[], object] = lambda: None
 
 
 class Sharing:
     """Processor sharing between at most one copy, one CPU batch and one group of GPU experts."""
 
-    def __init__(self, env: simpy.Environment, costs: CostModel, threads: int) -> None:
+    def __init__(self, env: Clockwork, costs: CostModel, threads: int) -> None:
         self._env = env
         self._costs = costs
         self._threads = threads
@@ -60,7 +70,7 @@ class Sharing:
         """Whether LINK, CPU or GPU has work."""
         return self._jobs[which].active
 
-    def start(self, which: int, work_ns: int, done: Callable[[], None], experts: int = 0) -> None:
+    def start(self, which: int, work_ns: int, done: Callable[[], object], experts: int = 0) -> None:
         """Run `work_ns` (alone) on `which`, which is idle; `done` is called on completion."""
         job = self._jobs[which]
         job.active, job.remaining, job.rate, job.since = True, work_ns * SCALE, 0, self._env.now
@@ -114,9 +124,7 @@ class Sharing:
 class Link:
     """Serves the brain's queue: a window of two in the stream, one transfer at a time, first in first out."""
 
-    def __init__(
-        self, env: simpy.Environment, sharing: Sharing, brain: Brain, costs: CostModel, timeline: Timeline
-    ) -> None:
+    def __init__(self, env: Clockwork, sharing: Sharing, brain: Brain, costs: CostModel, timeline: Timeline) -> None:
         self.phase = DECODE
         self.issued: deque[int] = deque()  # keys in the stream, the transferring one first
         self.log: list[int] = []  # keys in the order of issue since `watch`
@@ -189,9 +197,7 @@ class Link:
 class CpuPool:
     """Computes one batch of experts at a time on `threads` threads."""
 
-    def __init__(
-        self, env: simpy.Environment, sharing: Sharing, costs: CostModel, threads: int, timeline: Timeline
-    ) -> None:
+    def __init__(self, env: Clockwork, sharing: Sharing, costs: CostModel, threads: int, timeline: Timeline) -> None:
         self._env, self._sharing, self._costs, self._threads = env, sharing, costs, threads
         self._timeline = timeline
         self._result: simpy.Event | None = None

@@ -92,4 +92,5 @@ def _mean_ns(found: Outcomes, costs: CostModel, dense: int, work: NDArray[np.flo
     link = found.prefetched[:, None, None, None] + fetched
     times = np.maximum(dense + work[fetched, on_cpu], link * costs.copy_ns)
     seen = found.histogram > 0
-    return np.where(seen, found.histogram * times, 0.0).sum(axis=(1, 2, 3)) / max(1, found.tokens)
+    total: NDArray[np.float64] = np.where(seen, found.histogram * times, 0.0).sum(axis=(1, 2, 3))
+    return total / max(1, found.tokens)

@@ -166,10 +166,11 @@ class _Tuner:
         """One program per family of options; those whose staging does not fit are left out."""
         options = [{**miss, **prefetch} for miss in self.space.misses() for prefetch in self.space.prefetches()]
         context = int(median(c for r in self._requests(self.space.base.changed()) for c in r.context))
+        evictions = self._evictions(context)
         plans = []
         for at, option in enumerate(options):
             self._progress(at, len(options), "plan")
-            for eviction in self._evictions(context):
+            for eviction in evictions:
                 plan = self._plan(self.space.base.changed(**option, eviction=eviction), context)
                 if plan is not None:
                     plans.append(plan)

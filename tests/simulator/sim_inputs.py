@@ -66,7 +66,7 @@ def make_profile(
             add("experts_cpu_beside_copy", cpu * slow_cpu, experts=n, threads=threads)
     for threads in THREADS:
         add("copy_beside_cpu", copy_us * slow_copy, threads=threads)
-        short, long = sorted((20.0, 60.0 / threads))
+        short, long = sorted((max(20.0, 2 * gpu_us), 60.0 / threads))
         add("both", short * slow_both + long - short, gpu=1, cpu=1, threads=threads)
     for tokens in (1, 64):
         add("prefill_layer", 40 + tokens, gpu_us, tokens=tokens)

@@ -1,0 +1,126 @@
+"""Cost look-ups: verbatim at measured points, linear between, marked outside, refused where nothing is known."""
+
+import pytest
+from sim_inputs import make_profile, make_shape
+
+from foreload.errors import FileError, MismatchError
+from foreload.profiler.schema import HardwareProfile
+from foreload.settings import Settings
+from foreload.simulator.costs import SCALE, CostModel, as_costs, split_costs, worst
+
+SHAPE = make_shape()
+
+
+def costs_without(*probes: str) -> CostModel:
+    profile = make_profile(SHAPE)
+    kept = tuple(m for m in profile.measurements if m.probe not in probes)
+    return CostModel(HardwareProfile(meta=profile.meta, measurements=kept), SHAPE)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("context", "ns", "source"),
+    [
+        (1, 30_000, "measured"),
+        (201, 60_000, "measured"),
+        (51, 35_000, "interpolated"),
+        (2, 30_100, "interpolated"),
+        (301, 80_000, "extrapolated"),
+    ],
+)
+def test_attention_by_context(context, ns, source):
+    found = CostModel(make_profile(SHAPE), SHAPE).cost("attention", context)
+    assert (found.host_ns, found.source) == (ns, source)
+
+
+@pytest.mark.unit
+def test_counts_beyond_the_profile_hold_the_rate():
+    costs = CostModel(make_profile(SHAPE), SHAPE)
+    found = costs.cost("experts_gpu", 5)
+    assert (found.host_ns, found.source) == (100_000, "extrapolated")
+    assert costs.experts_gpu_ns(0) == 0
+
+
+@pytest.mark.unit
+def test_copies_hold_the_bandwidth_outside_the_measured_sizes():
+    costs = CostModel(make_profile(SHAPE), SHAPE)
+    assert costs.copy_ns == 100_000
+    assert costs.cost("copy", 3 * costs.expert_bytes, pinned=0).host_ns == 300_000
+    small = costs.cost("copy", costs.expert_bytes // 8, pinned=0)
+    assert (small.host_ns, small.source) == (13_000, "extrapolated")
+
+
+@pytest.mark.unit
+def test_pinned_copies_are_preferred():
+    profile = make_profile(SHAPE)
+    pinned = tuple(
+        m.model_copy(update={"at": {**m.at, "pinned": 1}, "p50_us": 40.0})
+        for m in profile.measurements
+        if m.probe == "copy" and m.at["bytes"] == profile.meta.expert_bytes
+    )
+    both = HardwareProfile(meta=profile.meta, measurements=profile.measurements + pinned)
+    assert CostModel(both, SHAPE).copy_ns == 40_000
+
+
+@pytest.mark.unit
+def test_an_assumed_measurement_stays_assumed():
+    profile = make_profile(SHAPE)
+    assumed = tuple(
+        m.model_copy(update={"source": "assumed"}) if m.probe == "route" else m for m in profile.measurements
+    )
+    costs = CostModel(HardwareProfile(meta=profile.meta, measurements=assumed), SHAPE)
+    assert costs.cost("route").source == "assumed"
+    assert costs.used == {"route": "assumed"}
+    assert worst("measured", "extrapolated", "interpolated") == "extrapolated"
+
+
+@pytest.mark.unit
+def test_refusals_name_what_is_missing():
+    with pytest.raises(FileError, match="no measurement of 'head'"):
+        costs_without("head").cost("head")
+    with pytest.raises(MismatchError, match="cpu_threads 8: it was at 1, 2"):
+        CostModel(make_profile(SHAPE), SHAPE).experts_cpu_ns(1, 8)
+    with pytest.raises(MismatchError, match="model shape"):
+        CostModel(make_profile(SHAPE), make_shape(layers=3))
+    with pytest.raises(MismatchError, match="model shape"):
+        as_costs(CostModel(make_profile(SHAPE), SHAPE), make_shape(layers=3))
+    with pytest.raises(MismatchError, match="bfloat16"):
+        CostModel(make_profile(SHAPE), SHAPE, "bfloat16")
+
+
+@pytest.mark.unit
+def test_corrupt_profiles_are_refused():
+    profile = make_profile(SHAPE)
+    twice = HardwareProfile(meta=profile.meta, measurements=profile.measurements * 2)
+    with pytest.raises(FileError, match="measured twice"):
+        CostModel(twice, SHAPE).cost("head")
+    bare = tuple(m.model_copy(update={"at": {}}) if m.probe == "attention" else m for m in profile.measurements)
+    with pytest.raises(FileError, match="lacks the coordinate 'context'"):
+        CostModel(HardwareProfile(meta=profile.meta, measurements=bare), SHAPE).cost("attention", 1)
+    wrong = HardwareProfile(meta=profile.meta.model_copy(update={"expert_bytes": 7}), measurements=profile.measurements)
+    with pytest.raises(FileError, match="expert_bytes is 7"):
+        CostModel(wrong, SHAPE)
+
+
+@pytest.mark.unit
+def test_thread_counts_are_those_every_cpu_probe_knows():
+    assert CostModel(make_profile(SHAPE), SHAPE).cpu_threads == (1, 2)
+    assert costs_without("both").cpu_threads == ()
+
+
+@pytest.mark.unit
+def test_contended_rates():
+    costs = CostModel(make_profile(SHAPE), SHAPE)
+    assert costs.copy_rate(1) == SCALE * 100 // 125
+    assert costs.cpu_rate(1, 1) == SCALE * 60 // 90
+    assert costs.both_rate(1, 1, 1) == SCALE * 20 // 24
+    free = CostModel(make_profile(SHAPE, contended=False), SHAPE)
+    assert {free.copy_rate(1), free.cpu_rate(2, 2), free.both_rate(1, 1, 1)} == {SCALE}
+
+
+@pytest.mark.unit
+def test_split_costs_are_contended():
+    found = split_costs(make_profile(SHAPE), SHAPE, Settings(miss_action="split"))
+    assert found.io_ns == pytest.approx(125_000, abs=2)
+    assert found.cpu_ns.tolist() == pytest.approx([0, 90_000, 180_000], abs=2)
+    assert found.gpu_ns.tolist() == pytest.approx([0, 24_000, 48_000], abs=2)

@@ -1,0 +1,113 @@
+"""`tune` end to end on small models: the default is beaten where it can be, and kept where not."""
+
+import json
+
+import pytest
+from sim_inputs import make_profile, make_shape, make_trace
+
+from foreload.errors import BudgetError, MismatchError, UsageError
+from foreload.profiler.schema import HardwareProfile
+from foreload.settings import Settings, staging_slots
+from foreload.simulator.tune import split_requests, tune
+from foreload.traces.schema import PREFILL
+
+SHAPE = make_shape(layers=3, experts=8, top_k=2)
+
+
+@pytest.fixture(scope="module")
+def trace():
+    return make_trace(SHAPE, requests=4, prompt=6, tokens=16, seed=3)
+
+
+@pytest.fixture(scope="module")
+def tuned(trace):
+    seen = []
+    result = tune(trace, make_profile(SHAPE), SHAPE, "float32", slots=14, progress=lambda *step: seen.append(step))
+    return result, seen
+
+
+@pytest.mark.integration
+def test_beats_a_default_bound_by_the_link(tuned):
+    result, _ = tuned
+    assert not result.kept_default
+    assert result.best.report.tpot_ns < 0.8 * result.default.report.tpot_ns
+    assert result.speedup == result.default.report.tpot_ns / result.best.report.tpot_ns
+    assert result.default.settings == Settings(slots_per_layer=(4, 4, 4))
+    assert result.bounds.floor_ns <= result.best.tpot_ns
+
+
+@pytest.mark.integration
+def test_every_candidate_fits_and_is_ranked(tuned):
+    result, _ = tuned
+    for candidate in result.candidates:
+        assert sum(candidate.settings.slots_per_layer) + staging_slots(candidate.settings, SHAPE) <= 14
+    times = [candidate.tpot_ns for candidate in result.candidates]
+    assert times == sorted(times)
+    assert result.candidates[0].settings == result.best.settings
+    families = [candidate.family for candidate in result.families()]
+    assert len(families) == len(set(families))
+    assert {"fetch", "cpu", "split", "fetch, cache off", "fetch, depth 1"} <= set(families)
+    for candidate in result.families():
+        assert candidate.tpot_ns == min(c.tpot_ns for c in result.candidates if c.family == candidate.family)
+
+
+@pytest.mark.integration
+def test_reports_progress_and_json(tuned):
+    result, seen = tuned
+    assert {what for _, _, what in seen} == {"plan", "simulate"}
+    assert all(0 <= done <= total for done, total, _ in seen)
+    values = json.loads(json.dumps(result.as_dict()))
+    assert values["requests"] == {"fit": [0, 1], "select": [2], "held_out": [3]}
+    assert Settings.parse(values["best"]["settings"]) == result.best.settings
+
+
+@pytest.mark.integration
+def test_is_deterministic(trace, tuned):
+    again = tune(trace, make_profile(SHAPE), SHAPE, "float32", slots=14)
+    assert again.as_dict() == tuned[0].as_dict()
+
+
+@pytest.mark.integration
+def test_keeps_the_default_when_nothing_helps(trace):
+    # All experts fit, the link is fast, and the profile knows no CPU experts.
+    profile = make_profile(SHAPE, copy_us=1.0)
+    device_only = tuple(m for m in profile.measurements if "threads" not in m.at)
+    profile = HardwareProfile(meta=profile.meta, measurements=device_only)
+    result = tune(trace, profile, SHAPE, "float32", slots=3 * 8 + 2)
+    assert result.kept_default
+    assert result.best is result.default
+    assert result.speedup == 1.0
+
+
+@pytest.mark.integration
+def test_a_base_is_the_default_to_beat(trace):
+    base = Settings(eviction="lfu", headroom_bytes=5, prefill_chunk_tokens=3, cache_ratio=0.9)
+    result = tune(trace, make_profile(SHAPE), SHAPE, "float32", slots=14, base=base)
+    assert result.default.settings == base.changed(cache_ratio=None, slots_per_layer=(4, 4, 4))
+    assert result.best.settings.prefill_chunk_tokens == 3
+
+
+@pytest.mark.unit
+def test_bad_input_is_refused(trace):
+    profile = make_profile(SHAPE)
+    with pytest.raises(BudgetError) as refused:
+        tune(trace, profile, SHAPE, "float32", slots=1)
+    assert refused.value.shortfall_bytes == profile.meta.expert_bytes
+    with pytest.raises(BudgetError, match="cannot hold"):
+        tune(trace, profile, SHAPE, "float32", vram_bytes=1000)
+    with pytest.raises(UsageError, match="one of vram_bytes and slots"):
+        tune(trace, profile, SHAPE, "float32")
+    with pytest.raises(MismatchError, match="bfloat16"):
+        tune(trace, profile, SHAPE, "bfloat16", slots=14)
+    prompts = make_trace(SHAPE, requests=1, prompt=4, tokens=2)
+    prompts.phase[:] = PREFILL
+    with pytest.raises(MismatchError, match="no decode steps"):
+        tune(prompts, profile, SHAPE, "float32", slots=14)
+
+
+@pytest.mark.unit
+def test_requests_are_parted():
+    assert split_requests([5]) == ((5,), (5,), ())
+    assert split_requests([5, 6]) == ((5,), (6,), ())
+    assert split_requests(range(3)) == ((0,), (1,), (2,))
+    assert split_requests(range(8)) == ((0, 1, 2, 3), (4, 5), (6, 7))
