@@ -27,7 +27,7 @@ class Effort:
     contexts: tuple[int, ...]
     chunks: tuple[int, ...]
     sizes: tuple[int, ...]
-    waits: tuple[int, ...] = (0, 200, 500, 1000, 2000)
+    waits: tuple[int, ...] = (0, 50, 100, 200, 500, 1000, 2000)
 
 
 QUICK = Effort(50, (1, 64, 256, 1024, 4096), (1, 8, 32, 128), (1 << 14, 1 << 17, 1 << 20, 1 << 23))
@@ -167,8 +167,8 @@ def _work(spans: dict[str, float]) -> float:
     return sum(spans[kind] for kind in (*HOST_BLOCKS, "experts_gpu"))
 
 
-def link(bench: Bench, effort: Effort) -> Iterator[Measurement]:
-    """Copies by size, of expert blocks back to back, and the wait for one beyond its own time."""
+def link(bench: Bench, effort: Effort, plan_us: float) -> Iterator[Measurement]:
+    """Copies by size, of expert blocks back to back, and the wait for one beyond planning and its own time."""
     engine, shape = bench.engine, bench.shape
     stage = bench.stage("fetch")
     k, layers = shape.top_k, shape.n_moe_layers
@@ -176,13 +176,12 @@ def link(bench: Bench, effort: Effort) -> Iterator[Measurement]:
     waits: list[float] = []
     for i in range(effort.rounds * layers):
         gaps += bench.copy_times(i % layers, bench.pick(stage.absent, k, i), [])
-        waits.append(bench.layer_step(i % layers, bench.pick(stage.absent, 1, i))["wait"])
-    if not gaps:
-        gaps = waits
+        spans = bench.layer_step(i % layers, bench.pick(stage.absent, 1, i))
+        waits.append(spans["plan"] + spans["wait"])
     pinned = int(engine.slab.pinned)
     yield summarise("copy", gaps, bytes=engine.expert_bytes, pinned=pinned)
     copy_us = float(np.median(gaps))
-    yield summarise("wait", [max(0.0, w - copy_us) for w in waits])
+    yield summarise("wait", [max(0.0, w - copy_us - plan_us) for w in waits])
     for size in effort.sizes:
         if size != engine.expert_bytes:
             yield _one_copy(bench, size, bool(pinned), effort.rounds)

@@ -38,10 +38,13 @@ def profile(
     found: list[Measurement] = []
     noise: list[float] = []
 
+    def plan_us() -> float:
+        return next(m.p50_us for m in found if m.probe == "plan" and m.at == {"copies": 0})
+
     groups = (
         ("decode blocks", lambda: probes.resident(bench, effort)),
         ("copies beside decoding", lambda: probes.company(bench, effort)),
-        ("link", lambda: probes.link(bench, effort)),
+        ("link", lambda: probes.link(bench, effort, plan_us())),
         ("experts on the CPU", lambda: probes.cpu_experts(bench, effort)),
         ("prefill", lambda: probes.prefill(bench, effort)),
     )

@@ -17,7 +17,7 @@ Probes (the names are a contract between profiler and cost model). `p50_us` is t
     both            gpu, cpu, threads         resident experts beside CPU experts, until both are done
     copy_beside_cpu      threads              one expert copy while CPU experts run
     experts_cpu_beside_copy  experts, threads CPU experts while copies run
-    wait                                      from a copy's arrival to the decoding thread going on
+    wait                                      one fetch beyond plan and copy: waking the copy thread, and back
     head                                      final norm, output projection, greedy choice
     prefill_layer   tokens                    attention, route and sum of one layer on a prompt chunk
     prefill_expert  tokens                    one resident expert on that many tokens

@@ -6,6 +6,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from foreload.backend.experts.link import Link
 from foreload.backend.experts.pool import SlotPool
@@ -19,6 +20,16 @@ PR_SET_TIMERSLACK = 29
 SPINS = 2000
 
 
+@dataclass(frozen=True)
+class CopySpan:
+    """One copy as measured, in perf_counter nanoseconds; `purpose` as in `policy.state` when it was issued."""
+
+    key: int
+    purpose: int
+    issued_ns: int
+    landed_ns: int
+
+
 class CopyThread:
     """Owns the lock under which the brain is used; everything that touches the brain holds `lock`.
 
@@ -29,12 +40,12 @@ class CopyThread:
         self.brain = brain
         self.lock = threading.Condition(threading.Lock())
         self.phase = DECODE
-        self.spans: list[tuple[int, int, int]] | None = None  # (key, issued, landed) in perf_counter nanoseconds
+        self.spans: list[CopySpan] | None = None
         self._slab, self._pool, self._link = slab, pool, link
         self._usable = (IN_FLIGHT, LANDED) if link.asynchronous else (LANDED,)
         self._wake_on_issue = link.asynchronous
         self._order: dict[int, int] = {}  # key -> when it was last issued
-        self._issued_at: dict[int, int] = {}
+        self._issued: dict[int, tuple[int, int]] = {}  # key -> (purpose, when) of a copy whose span is wanted
         self._error: BaseException | None = None
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="foreload-copy", daemon=True)
@@ -121,7 +132,7 @@ class CopyThread:
             layer, expert = divmod(key, self.brain.shape.experts)
             slot = self.brain.slot(layer, expert)
             if self.spans is not None:
-                self._issued_at[key] = time.perf_counter_ns()
+                self._issued[key] = (int(self.brain.state.purpose[layer, expert]), time.perf_counter_ns())
             self._link.issue(key, self._slab.block(layer, expert), self._pool.slot(slot), slot)
             self._order[key] = time.perf_counter_ns()
             issued = True
@@ -131,7 +142,7 @@ class CopyThread:
     def _report(self, keys: list[int]) -> None:
         for key in keys:
             self.brain.complete(key)
-            if self.spans is not None:
-                self.spans.append((key, self._issued_at.pop(key), time.perf_counter_ns()))
+            if self.spans is not None and key in self._issued:
+                self.spans.append(CopySpan(key, *self._issued.pop(key), time.perf_counter_ns()))
         if keys:
             self.lock.notify_all()

@@ -11,10 +11,11 @@ from typing import Annotated, Any
 
 import typer
 
-from foreload.cli import profile, record, report, run_model, simulate, trace, tune
+from foreload.cli import demo, profile, record, report, run_model, simulate, trace, tune
 from foreload.errors import BudgetError, ForeloadError
 
 COMMANDS: Mapping[str, Callable[..., None]] = {
+    "demo": demo.demo,
     "profile": profile.profile,
     "run": run_model.run,
     "record": record.record,

@@ -23,9 +23,7 @@ from foreload.cli.output import JsonFlag, Output, table
 def profile(
     model: ModelArg,
     out: Annotated[Path, typer.Option("--out", "-o", help="JSON file to write.")],
-    mode: Annotated[
-        Literal["quick", "full"], typer.Option("--mode", help="full: more points, more repeats.")
-    ] = "quick",
+    mode: Annotated[Literal["quick", "full"], typer.Option("--mode", help="full: more points and repeats.")] = "quick",
     device: DeviceFlag = "auto",
     dtype: DtypeFlag = None,
     vram: VramFlag = None,

@@ -1,0 +1,130 @@
+"""Measuring settings on a live engine: the requests of a recording, run again, settings interleaved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foreload.backend.engine import Engine
+from foreload.backend.policy import Counter
+from foreload.backend.policy.state import DECODE
+from foreload.backend.sampling import Sampling
+from foreload.errors import MismatchError
+from foreload.settings import Settings
+from foreload.traces import schema
+from foreload.traces.schema import Trace
+
+
+@dataclass(frozen=True)
+class Request:
+    """One recorded request: its prompt and the tokens that followed it, the last of which was not fed in."""
+
+    prompt_ids: list[int]
+    followed: list[int]
+
+
+@dataclass
+class Measured:
+    """One setting on one engine; times in nanoseconds, one entry per repetition."""
+
+    settings: Settings
+    capacity: tuple[int, ...]
+    tpot_ns: list[float] = field(default_factory=list)
+    ttft_ns: list[float] = field(default_factory=list)
+    tokens: int = 0  # decode tokens per repetition
+    diverged: int = 0  # requests whose text was not the recorded one
+    counters: NDArray[np.int64] = field(default_factory=lambda: np.zeros((2, 1, len(Counter)), np.int64))
+
+    def count(self, counter: Counter) -> int:
+        """A decode counter over all layers, of the last repetition."""
+        return int(self.counters[DECODE, :, counter].sum())
+
+    @property
+    def tpot_ms(self) -> float:
+        """Median over the repetitions of the mean time per decode token."""
+        return median(self.tpot_ns) / 1e6
+
+    @property
+    def hit_rate(self) -> float:
+        """Experts resident when demanded, of all demanded in decode."""
+        demanded = self.count(Counter.HITS) + self.count(Counter.LATE) + self.count(Counter.MISSES)
+        return self.count(Counter.HITS) / demanded if demanded else 0.0
+
+    def bytes_per_token(self, expert_bytes: int) -> float:
+        """Bytes copied to the device per decode token."""
+        copied = self.count(Counter.FETCHED) + self.count(Counter.PREFETCHED) + self.count(Counter.UPLOADED)
+        return copied * expert_bytes / self.tokens
+
+
+def recorded_requests(trace: Trace, engine: Engine, numbers: Sequence[int]) -> list[Request]:
+    """The requests of a recording as they can be run again.
+
+    Raises MismatchError if the recording is of other weights, holds a request without prompt or decode steps, or was
+    not made by plain decoding.
+    """
+    if trace.meta.weights_hash != engine.checkpoint.weights_hash:
+        raise MismatchError(
+            f"trace: recorded from weights {trace.meta.weights_hash}, this model has {engine.checkpoint.weights_hash}"
+        )
+    if (trace.phase == schema.DRAFT_VERIFY).any():
+        raise MismatchError("trace: holds draft_verify steps: only recordings of plain decoding can be run again")
+    found = []
+    for number in numbers:
+        rows = trace.request == number
+        prompt = trace.token_id[rows & (trace.phase == schema.PREFILL)].tolist()
+        followed = trace.token_id[rows & (trace.phase == schema.DECODE)].tolist()
+        if not prompt or not followed:
+            raise MismatchError(f"trace: request {number} has no prompt or no decode steps: it cannot be run again")
+        found.append(Request(prompt, followed))
+    return found
+
+
+def measure(
+    engine: Engine,
+    trace: Trace,
+    numbers: Sequence[int],
+    settings: Sequence[Settings],
+    repeats: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Measured]:
+    """Run the recorded requests `numbers` under each of `settings`, `repeats` times, settings taking turns.
+
+    Each turn starts with an empty cache, like a simulation. The engine keeps the last settings it was given before.
+    """
+    requests = recorded_requests(trace, engine, numbers)
+    sampling = Sampling(**trace.meta.sampling)
+    before = engine.settings
+    found: list[Measured] = []
+    try:
+        for turn in range(repeats * len(settings)):
+            at = turn % len(settings)
+            engine.apply(settings[at])
+            engine.reset_cache()
+            if turn < len(settings):
+                found.append(Measured(settings[at], engine.capacity))
+            _turn(engine, requests, sampling, found[at])
+            if progress is not None:
+                progress(turn + 1, repeats * len(settings))
+    finally:
+        engine.apply(before)
+    return found
+
+
+def _turn(engine: Engine, requests: Sequence[Request], sampling: Sampling, into: Measured) -> None:
+    start = engine.brain.counters.copy()
+    steps: list[int] = []
+    firsts: list[int] = []
+    into.diverged = 0
+    for request in requests:
+        done = engine.generate(request.prompt_ids, len(request.followed) + 1, sampling, stop=False)
+        steps += done.step_ns
+        firsts.append(done.ttft_ns)
+        into.diverged += done.token_ids[:-1] != request.followed
+    into.tokens = len(steps)
+    into.tpot_ns.append(sum(steps) / len(steps))
+    into.ttft_ns.append(sum(firsts) / len(firsts))
+    into.counters = engine.brain.counters - start
