@@ -19,7 +19,7 @@ check: $(STAMP)
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --check --quiet .
 	rm -rf .build/site build
-	$(PIP) install --quiet --no-deps --target .build/site .
+	$(PIP) install -qq --no-deps --target .build/site .
 	rm -rf build
 	cd .build && MYPYPATH=site ../$(BIN)/mypy --config-file ../pyproject.toml --strict -p foreload
 
@@ -31,6 +31,6 @@ clean:
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet -c constraints.txt -e '.[dev]'
+	$(PIP) install -qq -c constraints.txt -e '.[dev]'
 	rm -rf build
 	touch $@

@@ -1,0 +1,117 @@
+"""Made-up inputs of a realistic size: a shape of 48 layers, its profile, and routing that repeats and is skewed."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foreload.profiler.schema import HardwareProfile, Measurement, ProfileMeta
+from foreload.shape import ModelShape
+from foreload.traces.schema import DECODE, PredictionColumn, Trace, TraceMeta
+
+SHAPE = ModelShape(
+    family="qwen3_moe",
+    layers=48,
+    moe_layers=tuple(range(48)),
+    hidden=2048,
+    heads=32,
+    kv_heads=4,
+    head_dim=128,
+    vocab=151936,
+    experts=128,
+    top_k=8,
+    expert_width=768,
+    scoring="softmax_topk",
+    normalise_weights=True,
+    rope_theta=1e6,
+    norm_eps=1e-6,
+    max_positions=40960,
+    tied_embeddings=False,
+)
+KEEP = 0.4  # chance that an expert is used again by the next token
+
+
+def profile() -> HardwareProfile:
+    """Round figures, labelled assumed; simulated times mean nothing here, only how fast they are found."""
+    size, threads = SHAPE.expert_bytes("bfloat16"), 16
+    points: list[tuple[str, dict[str, int], float]] = [("copy", {"bytes": size, "pinned": 1}, 170.0)]
+    points += [(name, {}, us) for name, us in (("embed", 10), ("route", 8), ("plan", 10), ("finish", 5), ("head", 60))]
+    points += [("wait", {}, 5.0), ("copy_beside_cpu", {"threads": threads}, 190.0)]
+    points += [("both", {"gpu": 4, "cpu": 4, "threads": threads}, 560.0)]
+    points += [("attention", {"context": context}, us) for context, us in ((1, 25.0), (4096, 40.0))]
+    points += [("predict", {"depth": depth}, 6.0 * depth) for depth in (1, 2)]
+    for n in (1, 8):
+        points.append(("experts_gpu", {"experts": n}, 10.0 + 4 * n))
+        points.append(("experts_cpu", {"experts": n, "threads": threads}, 130.0 * n))
+        points.append(("experts_cpu_beside_copy", {"experts": n, "threads": threads}, 170.0 * n))
+        points.append(("prefill_layer", {"tokens": n}, 60.0 + n))
+        points.append(("prefill_expert", {"tokens": n}, 20.0 + n))
+    meta = ProfileMeta(
+        device="cpu",
+        device_name="assumed",
+        machine="assumed",
+        cores=threads,
+        dtype="bfloat16",
+        shape=asdict(SHAPE),
+        shape_hash=SHAPE.hash,
+        expert_bytes=size,
+        mode="quick",
+        date="2026-01-01",
+        software={},
+        noise_pct=0.0,
+    )
+    measurements = (
+        Measurement(probe=probe, at=at, p50_us=us, p95_us=us, repeats=1, source="assumed") for probe, at, us in points
+    )
+    return HardwareProfile(meta=meta, measurements=tuple(measurements))
+
+
+def trace(tokens: int, seed: int = 0) -> Trace:
+    """One request of `tokens` decode steps; each token keeps an expert of the last with probability KEEP."""
+    rng = np.random.default_rng(seed)
+    k, layers, experts = SHAPE.top_k, SHAPE.n_moe_layers, SHAPE.experts
+    skew = rng.normal(0, 1.0, (layers, experts))
+    routed: NDArray[np.int16] = np.empty((tokens, layers, k), np.int16)
+    predicted: NDArray[np.int16] = np.empty((tokens, layers, k), np.int16)
+    kept = np.zeros((layers, experts), np.bool_)
+    for token in range(tokens):
+        score = skew + rng.gumbel(size=(layers, experts)) + np.where(kept & (rng.random(kept.shape) < KEEP), 20.0, 0.0)
+        routed[token] = np.argsort(-score, axis=1)[:, :k]
+        predicted[token] = np.argsort(-score - rng.normal(0, 2.0, score.shape), axis=1)[:, :k]
+        kept[:] = False
+        np.put_along_axis(kept, routed[token].astype(np.int64), True, axis=1)
+    predicted[:, :1] = -1
+    return Trace(
+        meta=_meta(seed),
+        request=np.zeros(tokens, np.int32),
+        step=np.arange(tokens, dtype=np.int32),
+        phase=np.full(tokens, DECODE, np.int8),
+        position=np.arange(tokens, dtype=np.int32),
+        token_id=np.zeros(tokens, np.int32),
+        accepted=np.ones(tokens, np.bool_),
+        experts=routed,
+        weights=None,
+        predictions={("gate", 1): predicted},
+    )
+
+
+def _meta(seed: int) -> TraceMeta:
+    return TraceMeta(
+        model="made up",
+        weights_hash="",
+        tokenizer_hash="",
+        shape=asdict(SHAPE),
+        shape_hash=SHAPE.hash,
+        moe_layers=SHAPE.n_moe_layers,
+        experts=SHAPE.experts,
+        top_k=SHAPE.top_k,
+        scoring=SHAPE.scoring,
+        source="benchmarks",
+        sampling={},
+        machine="none",
+        software={},
+        seed=seed,
+        predictions=(PredictionColumn(predictor="gate", depth=1, width=SHAPE.top_k),),
+    )
