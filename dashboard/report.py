@@ -37,6 +37,8 @@ KIND_NAMES = {
     "wake": "wake up",
 }
 SHOWN = 8  # candidates before the rest is folded away
+NOISY_PCT = 20.0
+"""Above this noise of the profile the page says that the machine was busy."""
 NO_GAIN = 1.02
 """Below this speed-up the page says that the default stays."""
 
@@ -91,6 +93,7 @@ def view(run: Run) -> dict[str, Any]:
         "other_candidates": [c for at, c in enumerate(ranked) if at >= SHOWN and c.name != "default"],
         "describe": describe_candidate,
         "profile": profile_rows(run.profile) if run.profile else [],
+        "noisy": run.profile is not None and run.profile.meta.noise_pct > NOISY_PCT,
     }
 
 
@@ -219,4 +222,8 @@ def _range(values: list[int]) -> str:
 
 
 def _span(low: float, high: float) -> str:
-    return f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
+    return _figure(low) if low == high else f"{_figure(low)} to {_figure(high)}"
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -63,6 +64,12 @@ for _name, _group in GROUPS.items():
 def run(args: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code and never raises."""
     given = list(sys.argv[1:] if args is None else args)
+    with warnings.catch_warnings():
+        warnings.showwarning = _warn
+        return _run(given)
+
+
+def _run(given: list[str]) -> int:
     try:
         code = typer.main.get_command(app).main(given, prog_name="foreload", standalone_mode=False)
         sys.stdout.flush()
@@ -78,6 +85,11 @@ def run(args: Sequence[str] | None = None) -> int:
     if code == INTERRUPTED:
         return _report("interrupted", INTERRUPTED, given)
     return code if isinstance(code, int) else 0
+
+
+def _warn(message: Warning | str, *_: object, **__: object) -> None:
+    """A warning as one line on stderr, without the place in the code that raised it."""
+    print(f"warning: {' '.join(str(message).split())}", file=sys.stderr)
 
 
 def _details(error: ForeloadError) -> dict[str, Any]:

@@ -90,6 +90,13 @@ def test_not_measured_is_said(run_folder: Any) -> None:
     assert "None" not in text
 
 
+def test_a_noisy_profile_is_said(run_folder: Any, make_profile: Any) -> None:
+    folder = run_folder()
+    assert "other work ran meanwhile" not in page(folder)
+    make_profile(noise_pct=40.0).save(folder / "profile.json")
+    assert "varied by 40.0 %: other work ran meanwhile" in page(folder)
+
+
 def test_a_folder_with_the_result_alone(run_folder: Any) -> None:
     folder = run_folder(bounds={}, candidates=[], breakdown={})
     for name in ("profile.json", "settings.json", "trace.parquet", "timeline.json"):

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,18 @@ def test_budget_errors_carry_the_shortfall(monkeypatch: Any, capsys: Any) -> Non
     assert main(["fail", "--json"]) == 3
     expected = {"error": "3 bytes short", "exit_code": 3, "budget": "vram", "shortfall_bytes": 3}
     assert json.loads(capsys.readouterr().out) == expected
+
+
+def test_warnings_are_one_line(monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(app, "registered_commands", list(app.registered_commands))
+
+    @app.command("warn")
+    def warn() -> None:
+        warnings.simplefilter("always")
+        warnings.warn("link: memory is\npageable", stacklevel=1)
+
+    assert main(["warn"]) == 0
+    assert capsys.readouterr().err == "warning: link: memory is pageable\n"
 
 
 def test_debug_shows_where(monkeypatch: Any, capsys: Any) -> None:
