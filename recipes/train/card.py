@@ -133,8 +133,8 @@ DRAFT = """# draft
 A dense `Qwen3ForCausalLM` of {parameters:,} parameters ({layers} layers, hidden size {hidden}) with mini's tokenizer,
 trained to reproduce mini's next-token distribution on the same text. Per token it multiplies {active:,} weights,
 {ratio:.1f} times fewer than mini. It proposes tokens that mini verifies; what it is worth is in mini's card
-(`../mini/README.md`): agreement on held-out text {agreement:.3f}, {g4:.2f} accepted tokens per step at γ = 4 and {g8:.2f} at γ = 8.
-Its training loss is the cross-entropy against mini's distribution.
+(`../mini/README.md`): agreement on held-out text {agreement:.3f}, {g4:.2f} accepted tokens
+per step at γ = 4 and {g8:.2f} at γ = 8. Its training loss is the cross-entropy against mini's distribution.
 
 {provenance}
 """

@@ -2,7 +2,7 @@
 
     python -m recipes.train.pipeline --data .build/corpus --tokenizer foreload/assets/mini --out OUT
 
-1. short trials of mini choose the optimiser setting (and fail fast if the loss or the speed is wrong);
+1. short trials of mini choose the optimiser setting (and fail fast if the model does not learn);
 2. mini trains for what the deadline leaves; 3. the draft learns mini's distribution; 4. both are exported and checked.
 `<OUT>/mini/` and `<OUT>/draft/` are Hugging Face folders; `<OUT>/*.log.json` hold the curves.
 """
