@@ -113,7 +113,7 @@ class TraceWriter:
         pq.write_table(to_table(concatenate(self.meta, self._pending), self._schema), buffer, **_OPTIONS)
         try:
             with atomic_path(part) as partial:
-                partial.write_bytes(buffer.getbuffer())
+                partial.write_bytes(buffer.getvalue())
         except FileError as error:
             raise FileError(f"{self.path}: {str(error).removeprefix(f'{part}: ')}") from error
         self._parts.append(part)

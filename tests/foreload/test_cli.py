@@ -231,7 +231,8 @@ def test_the_process_exits_as_told(trace_file: Path) -> None:
 @pytest.mark.integration
 def test_interrupt_exits_130() -> None:
     code = (
-        "import sys, time; from foreload.cli import app, main\n"
+        "import signal, sys, time; from foreload.cli import app, main\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell may have it ignored\n"
         "@app.app.command('sleep')\n"
         "def sleep() -> None:\n    print('ready', flush=True); time.sleep(600)\n"
         "sys.exit(main(['sleep']))"
@@ -241,7 +242,10 @@ def test_interrupt_exits_130() -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        try:
+            _, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert (process.returncode, err) == (130, "error: interrupted\n")
 
 
