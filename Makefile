@@ -19,7 +19,7 @@ check: $(STAMP)
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --check --quiet .
 	rm -rf .build/site build
-	$(PIP) install -qq --no-deps --target .build/site .
+	$(PIP) install -qq --no-deps --no-build-isolation --target .build/site .
 	rm -rf build
 	cd .build && MYPYPATH=site ../$(BIN)/mypy --config-file ../pyproject.toml --strict -p foreload
 
