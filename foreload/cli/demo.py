@@ -35,7 +35,7 @@ SEED = 0
 
 def demo(
     out: Annotated[
-        Path, typer.Option("--out", "-o", help="Folder for profile, recording, settings and report.")
+        Path, typer.Option("--out", "-o", metavar="DIR", help="Folder for profile, recording, settings and report.")
     ] = Path("out/demo"),
     link: Annotated[
         str | None, typer.Option("--link", metavar="RATE", help="On cpu: emulated link. Default: 100MB/s.")
@@ -43,7 +43,10 @@ def demo(
     device: DeviceFlag = "auto",
     as_json: JsonFlag = False,
 ) -> None:
-    """Measure, record, simulate, tune, apply and check on the bundled model, in about a minute."""
+    """Run the whole loop on the bundled model, in about a minute.
+
+    Measure the machine, record routing, simulate, tune, apply to the running engine, and check the prediction.
+    """
     output = Output(as_json)
     options = _options(resolve_device(device), link)
     with output.progress() as progress:

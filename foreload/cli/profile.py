@@ -22,7 +22,7 @@ from foreload.cli.output import JsonFlag, Output, table
 
 def profile(
     model: ModelArg,
-    out: Annotated[Path, typer.Option("--out", "-o", help="JSON file to write.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="JSON file to write.")],
     mode: Annotated[Literal["quick", "full"], typer.Option("--mode", help="full: more points and repeats.")] = "quick",
     device: DeviceFlag = "auto",
     dtype: DtypeFlag = None,
@@ -31,7 +31,10 @@ def profile(
     context: ContextFlag = 2048,
     as_json: JsonFlag = False,
 ) -> None:
-    """Measure copies, experts on GPU and CPU, attention, planning, alone and together; writes profile.json."""
+    """Measure this machine for one model's shapes.
+
+    Copies, experts on GPU and CPU, attention and planning, alone and together.
+    """
     from foreload.backend.models.checkpoint import Checkpoint
     from foreload.profiler.run import bench_settings
     from foreload.profiler.run import profile as measure

@@ -25,7 +25,7 @@ from foreload.cli.output import JsonFlag, Output
 
 def record(
     model: ModelArg,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Parquet file to write.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Parquet file to write.")],
     prompts: Annotated[
         Path | None, typer.Option("--prompts", help="JSON lines with text and subject, or one prompt a line.")
     ] = None,
@@ -47,7 +47,10 @@ def record(
     context: ContextFlag = 2048,
     as_json: JsonFlag = False,
 ) -> None:
-    """Generate from prompts and record routing, gate predictions and, if asked, router weights."""
+    """Record how the model routes the tokens of prompts.
+
+    Generates from the prompts; keeps routing, gate predictions and, if asked, router weights.
+    """
     from foreload.backend.recorder import read_prompts
     from foreload.backend.recorder import record as run
     from foreload.backend.sampling import Sampling

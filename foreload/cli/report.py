@@ -13,11 +13,12 @@ from foreload.cli.output import JsonFlag, Output
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder that `demo` or `tune` has written.")],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Page to write. Default: report.html in the folder.")
+        Path | None,
+        typer.Option("--out", "-o", metavar="FILE", help="Page to write. Default: report.html in the folder."),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Write one self-contained HTML page about a run."""
+    """Write one self-contained page about a run."""
     from foreload.dashboard.report import render_report
 
     page = out or run / "report.html"

@@ -45,7 +45,10 @@ def run(
     context: ContextFlag = 2048,
     as_json: JsonFlag = False,
 ) -> None:
-    """Generate text; prints it with time per token, hit rate and bytes moved."""
+    """Generate text, and say what a token cost.
+
+    Time per token, hit rate and bytes moved.
+    """
     from foreload.backend.sampling import Sampling
 
     if (prompt is None) == (prompt_file is None):

@@ -41,7 +41,7 @@ def simulate(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """What these settings would do on this machine, for this recording."""
+    """Predict what settings would do, by a profile and a recording."""
     from foreload.simulator.engine_model import simulate as run
 
     output = Output(as_json)

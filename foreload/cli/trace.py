@@ -46,7 +46,7 @@ def recover(path: TraceFile, as_json: JsonFlag = False) -> None:
 @app.command()
 def export(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="Recording, or timings for the Perfetto form.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="File to write.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="File to write.")],
     form: Annotated[
         Literal["csv", "perfetto"] | None,
         typer.Option("--format", help="csv: one line per row, layer and rank; perfetto: timings as a timeline."),

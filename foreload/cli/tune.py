@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 def tune(
     profile: ProfileIn,
     trace: TraceIn,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Settings file to write, .json or .toml.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Settings file to write, .json or .toml.")],
     vram: VramIn = None,
     slots: Annotated[
-        int | None, typer.Option("--slots", min=1, help="Instead of --vram: expert slots, staging included.")
+        int | None,
+        typer.Option("--slots", metavar="N", min=1, help="Instead of --vram: expert slots, staging included."),
     ] = None,
     context: ContextIn = None,
     settings: Annotated[
@@ -38,7 +39,10 @@ def tune(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Find the best settings for this machine and recording, by integer programs and simulation."""
+    """Find the best settings for a machine and a recording.
+
+    Integer programs propose, the simulator decides; the default stays unless something clearly beats it.
+    """
     output = Output(as_json)
     if (vram is None) == (slots is None):
         raise UsageError("give the memory budget with --vram or --slots, one of them")
