@@ -9,7 +9,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 .PHONY: demo test check bench clean
 
 demo: $(STAMP)
-	$(BIN)/foreload demo
+	$(BIN)/foreload demo $(ARGS)
 
 test: check
 	$(BIN)/python -m pytest $(ARGS)

@@ -75,14 +75,14 @@ try:
 except FileError as error:
     print(error)
 """
-    with record(tmp_path, make_meta, 20_000, end, _small_files) as process:
+    with record(tmp_path, make_meta, 6_000, end, _small_files) as process:
         out, err = process.communicate(timeout=120)
     assert err == ""
     path = tmp_path / "t.parquet"
     assert out.splitlines()[1].startswith(f"{path}: cannot be written: ")
     assert "t.parquet.partial" in out.splitlines()[1]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["meta.json", "t.parquet.partial"]
-    assert read_trace(partial_folder(path)).rows == 20_000
+    assert read_trace(partial_folder(path)).rows == 6_000
 
 
 def test_full_disk_at_a_flush(tmp_path: Path, make_trace: Any, monkeypatch: Any) -> None:
