@@ -166,27 +166,25 @@ class _Tuner:
         """One program per family of options; those whose staging does not fit are left out."""
         options = [{**miss, **prefetch} for miss in self.space.misses() for prefetch in self.space.prefetches()]
         context = int(median(c for r in self._requests(self.space.base.changed()) for c in r.context))
-        evictions = self._evictions(context)
+        eviction = self._eviction(context)
         plans = []
         for at, option in enumerate(options):
             self._progress(at, len(options), "plan")
-            for eviction in evictions:
-                plan = self._plan(self.space.base.changed(**option, eviction=eviction), context)
-                if plan is not None:
-                    plans.append(plan)
+            plan = self._plan(self.space.base.changed(**option, eviction=eviction), context)
+            if plan is not None:
+                plans.append(plan)
         self._progress(len(options), len(options), "plan")
         return sorted(plans, key=lambda c: c.planned_ns or 0.0)
 
-    def _evictions(self, context: int) -> list[str]:
-        """The eviction order whose plain plan is cheapest, besides the base's own."""
+    def _eviction(self, context: int) -> str:
+        """The eviction order whose plan without prefetch or CPU is cheapest; winners are tried with the others too."""
         base = self.space.base
         plain = base.changed(
             miss_action="fetch", admission="demand", predictor="none", prefetch_depth=0, prefetch_width=None
         )
         plans = [self._plan(plain.changed(eviction=name), context) for name in ("lru", "lfu", "lfru")]
         found = [plan for plan in plans if plan is not None]
-        best = min(found, key=lambda plan: plan.planned_ns or 0.0).settings.eviction if found else base.eviction
-        return list(dict.fromkeys((best, base.eviction)))
+        return min(found, key=lambda plan: plan.planned_ns or 0.0).settings.eviction if found else base.eviction
 
     def _plan(self, settings: Settings, context: int) -> Candidate | None:
         shape, room = self.space.shape, self.space.slots - staging_slots(settings, self.space.shape)
