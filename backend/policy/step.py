@@ -84,6 +84,8 @@ def demand(
             if status == QUEUED:
                 promote(state, layer, expert)
                 ahead += 1
+            elif state.purpose[layer, expert] == DISCARD:
+                state.counters[DECODE, layer, WASTED] -= 1
         if status != KEPT and status != ABSENT:
             state.purpose[layer, expert] = DEMAND
             state.scalars[N_DEMAND_HELD] += 1

@@ -54,6 +54,26 @@ def test_equals_the_brain_driven_by_hand():
     assert np.array_equal(found.counters, brain.counters)
 
 
+@pytest.mark.unit
+def test_a_prefetch_demanded_before_it_lands_a_step_late_was_not_wasted():
+    shape = make_shape(layers=2, experts=6, top_k=2)
+    brain = Brain(shape, Settings(miss_action="cpu", predictor="gate", prefetch_depth=1), (0, 0))
+    ones, layer_1 = np.ones(2, np.int32), np.array([2, 3], np.int32)
+    brain.begin(0, np.array([0, 1], np.int32), ones)
+    brain.prefetch(1, np.array([4, -1], np.int32))
+    key = brain.next_copy()
+    brain.finish(0)
+    brain.begin(1, layer_1, ones)
+    brain.finish(1)
+    brain.end_step()
+    assert brain.counters[0, 1, Counter.WASTED] == 1
+    brain.begin(1, np.array([4, 5], np.int32), ones)
+    brain.complete(key)
+    brain.finish(1)
+    assert brain.counters[0, 1, [Counter.LATE, Counter.PREFETCHED, Counter.WASTED]].tolist() == [1, 1, 0]
+    brain.check_integrity()
+
+
 @pytest.mark.integration
 def test_counts_prefetches_used_and_wasted():
     chosen = Settings(predictor="gate", prefetch_depth=1)
