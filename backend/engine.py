@@ -24,6 +24,7 @@ from foreload.backend.forward import Forward
 from foreload.backend.models.checkpoint import Checkpoint
 from foreload.backend.models.decoder import Decoder
 from foreload.backend.observe import Observer
+from foreload.backend.placement import keep_apart
 from foreload.backend.policy import Brain, SplitCosts, compile_policies
 from foreload.backend.sampling import Sampler, Sampling
 from foreload.backend.tokenizer import TextTokenizer
@@ -206,6 +207,7 @@ class Engine:
         """
         self._check_request(prompt_ids, max_tokens)
         with self._request, torch.inference_mode():
+            self.place_helpers()
             before = self.brain.counters.copy()
             sampler = Sampler(sampling or Sampling())
             self.forward.observer = observer
@@ -226,6 +228,10 @@ class Engine:
                     on_token(token)
             self.forward.observer = None
             return Generation(len(prompt_ids), tokens, ttft_ns, step_ns, self.brain.counters - before)
+
+    def place_helpers(self) -> None:
+        """Keep the copy thread and the CPU experts off the calling thread's core."""
+        keep_apart([self.copies.thread, *self.cpu.workers])
 
     def _check_request(self, prompt_ids: list[int], max_tokens: int) -> None:
         if not prompt_ids:

@@ -59,6 +59,7 @@ class Bench:
                 self.layer_step(layer, resident[at : at + self.shape.top_k])
         prefetch = {"predictor": "gate", "prefetch_depth": 1}
         self.engine.apply(Settings.parse({**base, **prefetch, "miss_action": miss_action, "admission": "none"}))
+        self.engine.place_helpers()
         return Stage(resident, list(range(self._resident, self.shape.experts)))
 
     def layer_step(

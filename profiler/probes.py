@@ -13,7 +13,7 @@ from torch import Tensor
 from foreload.backend.experts.slab import run_expert
 from foreload.backend.predict.gate import predict_gate
 from foreload.machine import cores
-from foreload.profiler.bench import Bench
+from foreload.profiler.bench import Bench, Spans
 from foreload.profiler.schema import Measurement
 from foreload.profiler.stats import gpu_microseconds, host_samples, summarise
 from foreload.settings import MAX_PREFETCH_DEPTH
@@ -54,15 +54,16 @@ def resident(bench: Bench, effort: Effort) -> Iterator[Measurement]:
         for layer in range(layers):
             count, depth = 1 + (turn + layer) % k, min((turn // k) % (deepest + 1), layers - 1 - layer)
             spans = bench.layer_step(layer, bench.pick(stage.resident, count, turn + layer), context, depth)
-            at = {"attention": context, "predict": depth, "experts_gpu": count}
+            points = {"attention": context, "predict": depth, "experts_gpu": count}
             del spans["beside"]
             for kind, time_us in spans.items():
                 if turn >= 0:
-                    found.setdefault((kind, at.get(kind, 0)), []).append(time_us)
+                    found.setdefault((kind, points.get(kind, 0)), []).append(time_us)
     coordinate = {"attention": "context", "predict": "depth", "experts_gpu": "experts", "plan": "copies"}
     for (kind, at), samples in sorted(found.items()):
         gpu_us = gpu_microseconds(_block(bench, kind, at), effort.rounds, device)
-        yield summarise(kind, samples, gpu_us, **({coordinate[kind]: at} if kind in coordinate else {}))
+        where = {coordinate[kind]: at} if kind in coordinate else {}
+        yield summarise(kind, samples, gpu_us, **where)
 
 
 def _block(bench: Bench, kind: str, at: int) -> Callable[[int], object]:
@@ -95,17 +96,20 @@ def cpu_experts(bench: Bench, effort: Effort) -> Iterator[Measurement]:
     turns = range(effort.rounds * max(1, layers // 2))
     for threads in thread_counts():
         stage = bench.stage("cpu", threads)
+        cold: list[float] = []
         for cpu in range(1, k + 1):
             for gpu in range(k - cpu + 1):
                 spans = [
                     bench.layer_step(i % layers, bench.pick(stage.resident, gpu, i) + bench.pick(stage.absent, cpu, i))
                     for i in turns
                 ]
+                cold += [_host(s) for s in spans[1:]]
                 totals = [s["beside"] for s in spans]
                 if gpu == 0:
                     yield summarise("experts_cpu", totals, experts=cpu, threads=threads)
                 else:
                     yield summarise("both", totals, gpu=gpu, cpu=cpu, threads=threads)
+        yield summarise("after_cpu", cold, threads=threads)
         yield from _beside_copies(bench, effort, threads)
 
 
@@ -143,28 +147,39 @@ def company(bench: Bench, effort: Effort) -> Iterator[Measurement]:
         samples = []
         for i in range(turns if wait_us < 1000 else turns // 2):
             spans = bench.layer_step(i % layers, bench.pick(stage.resident, k, i), wait_us=wait_us)
-            samples.append(sum(spans[kind] for kind in HOST_BLOCKS))
+            samples.append(_host(spans))
         yield summarise("after_wait", samples, wait_us=wait_us)
-    plans, losses = [], []
+    plans: list[float] = []
+    quiet: list[float] = []
+    busy: list[float] = []
+    landed = 0
+    copy_us = float(np.median(bench.copy_times(0, stage.absent[:k], [])))
+    steps = min(100, 2 + int(k * copy_us / float(np.median(samples))))
+    turns = max(20, turns // steps)
     for i in range(turns):
         layer, demand = i % max(1, layers - 1), bench.pick(stage.resident, k, i)
-        quiet = [_work(bench.layer_step(layer, demand)) for _ in range(3)][-1]
+        for _ in range(3):
+            bench.layer_step(layer, demand)
+        quiet.append(sum(_work(bench.layer_step(layer, demand)) for _ in range(steps)))
         bench.engine.copies.spans = []
         plans.append(bench.layer_step(layer, demand, prefetched=bench.pick(stage.absent, k, i))["plan"])
-        before, busy = len(bench.engine.copies.spans), 0.0
-        for _ in range(3):
-            busy += _work(bench.layer_step(layer, demand))
-        landed = len(bench.engine.copies.spans) - before
+        before = len(bench.engine.copies.spans)
+        busy.append(sum(_work(bench.layer_step(layer, demand)) for _ in range(steps)))
+        landed += len(bench.engine.copies.spans) - before
         bench.engine.copies.spans = None
         bench.discard()
-        if landed:
-            losses.append(max(0.0, busy - 3 * quiet) / landed)
     yield summarise("plan", plans, copies=1)
-    yield summarise("interrupt", losses or [0.0])
+    # Work that took longer saw more copies land, so the rate is taken over all turns together.
+    loss = float(np.median(busy) - np.median(quiet)) * turns / max(1, landed)
+    yield summarise("interrupt", [max(0.0, loss)])
 
 
-def _work(spans: dict[str, float]) -> float:
-    return sum(spans[kind] for kind in (*HOST_BLOCKS, "experts_gpu"))
+def _host(spans: Spans) -> float:
+    return sum(spans[kind] for kind in HOST_BLOCKS)
+
+
+def _work(spans: Spans) -> float:
+    return _host(spans) + spans["experts_gpu"]
 
 
 def link(bench: Bench, effort: Effort, plan_us: float) -> Iterator[Measurement]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Literal
 
@@ -41,7 +41,7 @@ def profile(
     def plan_us() -> float:
         return next(m.p50_us for m in found if m.probe == "plan" and m.at == {"copies": 0})
 
-    groups = (
+    groups: tuple[tuple[str, Callable[[], Iterator[Measurement]]], ...] = (
         ("decode blocks", lambda: probes.resident(bench, effort)),
         ("copies beside decoding", lambda: probes.company(bench, effort)),
         ("link", lambda: probes.link(bench, effort, plan_us())),

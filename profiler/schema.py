@@ -10,6 +10,7 @@ Probes (the names are a contract between profiler and cost model). `p50_us` is t
     predict         depth                     predictions for `depth` later layers, ids on the host
     plan            copies                    brain.begin without copies (0), or queueing some to an idle link (1)
     after_wait      wait_us                   attention, route, plan and finish together after waiting so long
+    after_cpu       threads                   the same four after a layer-step that waited for CPU experts
     interrupt                                 decoding thread's loss per copy that lands while it works
     finish                                    weighted sum, residual, brain.finish
     experts_gpu     experts                   that many experts, one token each, resident

@@ -59,4 +59,4 @@ def gpu_microseconds(block: Callable[[int], object], repeats: int, device: torch
         block(i)
     end.record()
     torch.cuda.synchronize(device)
-    return start.elapsed_time(end) * 1e3 / repeats
+    return float(start.elapsed_time(end)) * 1e3 / repeats

@@ -128,7 +128,8 @@ def _blocks_ns(costs: CostModel, context: int) -> int:
         found = costs.cost(probe, at)
         return max(found.host_ns, found.gpu_ns)
 
-    per_layer = block("attention", context) + block("route") + block("plan") + block("finish")
+    per_layer = block("attention", context) + block("route") + block("finish")
+    per_layer += max(costs.plan.host_ns, costs.plan.gpu_ns)
     return block("embed") + layers * per_layer + block("head")
 
 

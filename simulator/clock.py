@@ -10,11 +10,13 @@ from foreload.simulator.resources import Clockwork, fire
 from foreload.simulator.timeline import Timeline
 
 WAIT_LINK, WAIT_ISSUE, WAIT_CPU, WAIT_GPU, WAKE = "wait_link", "wait_issue", "wait_cpu", "wait_gpu", "wake"
+COLD, INTERRUPT = "cold", "interrupt"
+"""Work that takes longer: the host's, after a wait that let its caches go cold, and for the copy thread's turns."""
 STALLS = (WAIT_LINK, WAIT_ISSUE, WAIT_CPU, WAKE)
 """Kinds of time in which neither host nor GPU works: for a copy to land, for a place in the link's window, for CPU
 experts, and from an arrival to going on. `wait_gpu` (an asynchronous GPU is still busy) is no stall."""
 
-_SPANS = {WAIT_LINK: "wait", WAIT_ISSUE: "wait", WAKE: "wait", WAIT_GPU: "sync"}
+_SPANS = {COLD: "plan", INTERRUPT: "plan", WAIT_LINK: "wait", WAIT_ISSUE: "wait", WAKE: "wait", WAIT_GPU: "sync"}
 
 
 class HostClock:
@@ -23,6 +25,7 @@ class HostClock:
     def __init__(self, env: Clockwork, timeline: Timeline) -> None:
         self.now = 0
         self.time: defaultdict[str, int] = defaultdict(int)
+        self.idle_ns = 0  # waited for copies since it was last reset
         self._env = env
         self._timeline = timeline
 
@@ -44,4 +47,7 @@ class HostClock:
 
     def waited(self, kind: str, layer: int = -1, expert: int = -1) -> None:
         """Account for the time up to the SimPy clock as `kind`."""
-        self.spend(kind, max(0, self._env.now - self.now), layer, expert)
+        waited = max(0, self._env.now - self.now)
+        if kind in (WAIT_LINK, WAIT_ISSUE):
+            self.idle_ns += waited
+        self.spend(kind, waited, layer, expert)

@@ -32,13 +32,14 @@ _AXIS = {
     "copy": "bytes",
     "attention": "context",
     "predict": "depth",
+    "after_wait": "wait_us",
     "experts_gpu": "experts",
     "experts_cpu": "experts",
     "experts_cpu_beside_copy": "experts",
     "prefill_layer": "tokens",
     "prefill_expert": "tokens",
 }
-_SLOPED = ("attention", "prefill_layer", "prefill_expert")
+_SLOPED = ("after_wait", "attention", "prefill_layer", "prefill_expert")
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,31 @@ class CostModel:
         """One expert copy on an otherwise idle machine, issue to arrival; of pinned memory if that was measured."""
         pinned = max(m.at.get("pinned", 0) for m in self.profile.points("copy"))
         return self.cost("copy", self.expert_bytes, pinned=pinned).host_ns
+
+    @cached_property
+    def plan(self) -> Cost:
+        """Planning a layer-step that queues no copy."""
+        return self.cost("plan", copies=0)
+
+    @cached_property
+    def queueing_ns(self) -> int:
+        """What planning takes longer when it wakes the copy thread."""
+        return max(0, self.cost("plan", copies=1).host_ns - self.plan.host_ns)
+
+    @cached_property
+    def interrupt_ns(self) -> int:
+        """What the decoding thread loses when a copy lands and the next is issued while it works."""
+        return self.cost("interrupt").host_ns
+
+    def cold_ns(self, waited_ns: int, cpu_threads: int = 0) -> int:
+        """How much longer a layer-step's host blocks take after the host has waited `waited_ns` for copies.
+
+        `cpu_threads` above 0: and for that many threads of CPU experts, too.
+        """
+        last_us = max(m.at.get("wait_us", 0) for m in self.profile.points("after_wait"))
+        warm, cold = (self.cost("after_wait", at).host_ns for at in (0, min(last_us, waited_ns // 1000)))
+        after_cpu = self.cost("after_cpu", 0, cpu_threads).host_ns if cpu_threads else 0
+        return max(0, cold - warm, after_cpu - warm)
 
     @cached_property
     def cpu_threads(self) -> tuple[int, ...]:

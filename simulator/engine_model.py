@@ -17,7 +17,7 @@ from foreload.errors import InternalError, MismatchError
 from foreload.profiler.schema import HardwareProfile
 from foreload.settings import Settings
 from foreload.shape import ModelShape
-from foreload.simulator.clock import WAIT_CPU, WAIT_LINK, WAKE, HostClock
+from foreload.simulator.clock import COLD, INTERRUPT, WAIT_CPU, WAIT_LINK, WAKE, HostClock
 from foreload.simulator.costs import CostModel, as_costs, split_costs
 from foreload.simulator.devices import Device, GpuDevice, HostDevice
 from foreload.simulator.prefill import prefill
@@ -43,7 +43,7 @@ class EngineModel:
         self.timeline = Timeline(timeline)
         self.clock = HostClock(self.env, self.timeline)
         sharing = Sharing(self.env, costs, settings.cpu_threads)
-        self.link = Link(self.env, sharing, self.brain, costs, self.timeline)
+        self.link = Link(self.env, sharing, self.brain, costs, self.timeline, lambda: self.clock.ahead)
         self.cpu = CpuPool(self.env, sharing, costs, settings.cpu_threads, self.timeline)
         kind = GpuDevice if costs.asynchronous else HostDevice
         self.device: Device = kind(self.env, costs, sharing, self.link, self.clock, self.timeline)
@@ -53,8 +53,9 @@ class EngineModel:
         self.prefill_time: Mapping[str, int] = {}
         self._ones = np.ones(shape.top_k, np.int32)
         self._wake_ns = costs.cost("wait").host_ns
+        self._after_cpu = False  # whether the last layer-step waited for CPU experts
         self._open = -1  # layer-step that is not finished yet
-        self._costs = {name: costs.cost(name) for name in ("embed", "route", "plan", "finish", "head")}
+        self._costs = {name: costs.cost(name) for name in ("embed", "route", "finish", "head")}
 
     def run(self, requests: Sequence[Request]) -> None:
         """Serve the requests one after the other."""
@@ -104,6 +105,7 @@ class EngineModel:
         attention = self.costs.cost("attention", request.context[token])
         device.block("embed", costs["embed"])
         for layer in range(last):
+            self._slowed(layer)
             device.block("attention", attention, layer)
             device.block("route", costs["route"], layer)
             yield from device.sync()
@@ -111,7 +113,7 @@ class EngineModel:
             if depth:
                 device.block("predict", self.costs.cost("predict", depth), layer)
                 yield from device.sync()
-            device.block("plan", costs["plan"], layer)
+            device.block("plan", self.costs.plan, layer)
             yield from self._experts(request, token, layer, depth)
             device.block("finish", costs["finish"], layer)
             self._open = layer
@@ -121,6 +123,14 @@ class EngineModel:
         yield from device.sync()
         yield from self._finish()
         self.brain.end_step()
+
+    def _slowed(self, layer: int) -> None:
+        """The host's blocks of this layer-step take longer for what it waited and for the copies that landed since."""
+        threads = self.settings.cpu_threads if self._after_cpu else 0
+        self.clock.spend(COLD, self.costs.cold_ns(self.clock.idle_ns, threads), layer)
+        self.clock.spend(INTERRUPT, self.link.interruptions * self.costs.interrupt_ns, layer)
+        self.clock.idle_ns = self.link.interruptions = 0
+        self._after_cpu = False
 
     def _experts(self, request: Request, token: int, layer: int, depth: int) -> Process:
         """A layer-step's experts: plan, hits, copies in the order of the link, CPU results."""
@@ -136,12 +146,15 @@ class EngineModel:
             if self.clock.ahead:
                 yield self.clock.catch_up()
             self.cpu.start(on_cpu, layer)
-        yield from self.pump()
+        if self.brain.can_issue():
+            yield from self.pump()
+            self.clock.spend("plan", self.costs.queueing_ns, layer)
         if hits:
             yield from self.device.experts(hits, layer)
         if hits + on_cpu < len(actions):
             yield from self._copied(layer, experts, actions)
         if on_cpu:
+            self._after_cpu = True
             yield from self.settle()
             if self.cpu.busy:
                 yield self.cpu.result()

@@ -22,7 +22,6 @@ from foreload.backend.policy.state import (
     HITS,
     KEPT,
     LANDED,
-    MISSES,
     PREFETCH,
     PREFETCHED,
     PREFILL,
@@ -86,7 +85,7 @@ def replay(
     nothing = np.zeros((0, 0, layers, width), np.int32)
     for at, request in enumerate(requests):
         brain.start_request()
-        _prompt(brain.state, prompts[at], EVICTIONS.index(settings.eviction), settings.admission != "none")
+        _prompt(brain.state, prompts[at], _targets(brain, prompts[at]), EVICTIONS.index(settings.eviction))
         ahead = np.stack(request.predicted[:depth]) if depth else nothing
         _decode(
             brain.state,
@@ -100,6 +99,14 @@ def replay(
     return Outcomes(sum(len(r.context) for r in requests), brain.counters.copy(), histogram)
 
 
+def _targets(brain: Brain, counts: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """Experts to keep from the last prompt chunk, [L, E]; layers do not depend on each other.
+
+    Asked from Python: a cached compiled function that returns an array may not also be part of another one's cache.
+    """
+    return np.stack([brain.prefill_targets(layer, row, last_chunk=True) for layer, row in enumerate(counts)])
+
+
 @njit(cache=True)
 def _land(state: PolicyState, phase: int) -> None:
     """Issue and complete everything that is queued."""
@@ -110,23 +117,15 @@ def _land(state: PolicyState, phase: int) -> None:
 
 
 @njit(cache=True)
-def _prompt(state: PolicyState, counts: NDArray[np.int32], eviction: int, admit: bool) -> None:
-    """The last prompt chunk fills the cache; counts [L, E]."""
+def _prompt(state: PolicyState, counts: NDArray[np.int32], targets: NDArray[np.bool_], eviction: int) -> None:
+    """The last prompt chunk fills the cache; counts and targets [L, E]."""
     for layer in range(counts.shape[0]):
-        demanded = counts[layer] > 0
-        if not demanded.any():
-            continue
         resident = state.status[layer] == KEPT
-        state.counters[PREFILL, layer, HITS] += (demanded & resident).sum()
-        state.counters[PREFILL, layer, MISSES] += (demanded & ~resident).sum()
-        target = np.zeros(counts.shape[1], np.bool_)
-        if admit:
-            target = step.prefill_targets(state, layer, counts[layer])
         for expert in range(counts.shape[1]):
-            if demanded[expert] and not resident[expert]:
+            if counts[layer, expert] > 0 and not resident[expert]:
                 copies.enqueue(state, layer, expert, DEMAND)
                 _land(state, PREFILL)
-                step.prefill_done(state, layer, expert, target, eviction)
+                step.prefill_done(state, layer, expert, targets[layer], eviction)
 
 
 @njit(cache=True)

@@ -124,11 +124,22 @@ class Sharing:
 class Link:
     """Serves the brain's queue: a window of two in the stream, one transfer at a time, first in first out."""
 
-    def __init__(self, env: Clockwork, sharing: Sharing, brain: Brain, costs: CostModel, timeline: Timeline) -> None:
+    def __init__(
+        self,
+        env: Clockwork,
+        sharing: Sharing,
+        brain: Brain,
+        costs: CostModel,
+        timeline: Timeline,
+        working: Callable[[], bool],
+    ) -> None:
+        """`working()` says whether the host is at work now, and not waiting."""
+        self._working = working
         self.phase = DECODE
         self.issued: deque[int] = deque()  # keys in the stream, the transferring one first
         self.log: list[int] = []  # keys in the order of issue since `watch`
         self.landed_at: dict[int, int] = {}
+        self.interruptions = 0  # copies that landed while the host was working
         self._env, self._sharing, self._brain, self._timeline = env, sharing, brain, timeline
         self._copy_ns, self._bytes = costs.copy_ns, costs.expert_bytes
         self._landing: dict[int, simpy.Event] = {}
@@ -177,6 +188,7 @@ class Link:
 
     def _arrived(self) -> None:
         key = self.issued.popleft()
+        self.interruptions += self._working()
         if self._timeline.on:
             self._record(key)
         self._brain.complete(key)

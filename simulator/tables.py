@@ -52,10 +52,10 @@ def layer_costs(
 
 def _dense_ns(costs: CostModel, settings: Settings, context: int) -> int:
     """Blocks of one layer-step without experts."""
-    probes = [("attention", context), ("route", 0), ("plan", 0), ("finish", 0)]
+    probes = [("attention", context), ("route", 0), ("finish", 0)]
     if settings.prefetch_depth:
         probes.append(("predict", settings.prefetch_depth))
-    found = [costs.cost(probe, at) for probe, at in probes]
+    found = [costs.plan, *(costs.cost(probe, at) for probe, at in probes)]
     return sum(max(cost.host_ns, cost.gpu_ns) for cost in found)
 
 

@@ -25,27 +25,27 @@ class CpuExperts:
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._done: SimpleQueue[BaseException | None] = SimpleQueue()
         self._pending = 0
-        self._workers: list[threading.Thread] = []
+        self.workers: list[threading.Thread] = []
         self.resize(threads)
 
     def resize(self, threads: int) -> None:
         """Have `threads` workers; nothing may be running."""
-        if threads == len(self._workers):
+        if threads == len(self.workers):
             return
-        for _ in self._workers:
+        for _ in self.workers:
             self._jobs.put(None)
-        for worker in self._workers:
+        for worker in self.workers:
             worker.join()
-        self._workers = [
+        self.workers = [
             threading.Thread(target=self._run, name=f"foreload-cpu-{n}", daemon=True) for n in range(threads)
         ]
-        for worker in self._workers:
+        for worker in self.workers:
             worker.start()
 
     def submit(self, layer: int, experts: list[int], x: Tensor) -> Tensor:
         """Start the experts on x [1, hidden]; returns out [len(experts), hidden], filled when `join` returns."""
         out = torch.empty(len(experts), x.shape[1], dtype=x.dtype)
-        share = min(len(experts), len(self._workers))
+        share = min(len(experts), len(self.workers))
         for worker in range(share):
             self._jobs.put((layer, experts[worker::share], x, out[worker::share]))
         self._pending += share

@@ -48,8 +48,8 @@ class CopyThread:
         self._issued: dict[int, tuple[int, int]] = {}  # key -> (purpose, when) of a copy whose span is wanted
         self._error: BaseException | None = None
         self._stopped = False
-        self._thread = threading.Thread(target=self._run, name="foreload-copy", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="foreload-copy", daemon=True)
+        self.thread.start()
 
     def kick(self) -> None:
         """Something may have been queued (`lock` held): wake the thread if it can issue a copy."""
@@ -91,7 +91,7 @@ class CopyThread:
         with self.lock:
             self._stopped = True
             self.lock.notify_all()
-        self._thread.join()
+        self.thread.join()
 
     def _wait(self) -> None:
         if self._error is not None:

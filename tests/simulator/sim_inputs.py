@@ -51,8 +51,13 @@ def make_profile(
 
     add("copy", copy_us / 4 + 1, bytes=size // 4, pinned=0)
     add("copy", copy_us, bytes=size, pinned=0)
-    for probe, us in (("embed", 5), ("route", 10), ("plan", 8), ("finish", 6), ("head", 30)):
+    for probe, us in (("embed", 5), ("route", 10), ("finish", 6), ("head", 30)):
         add(probe, us, gpu_us)
+    for copies in (0, 1):
+        add("plan", 8, gpu_us, copies=copies)
+    for wait_us in (0, 1000):
+        add("after_wait", 60, wait_us=wait_us)
+    add("interrupt", 0)
     add("wait", 3)
     for context, us in ((1, 30), (101, 40), (201, 60)):
         add("attention", us, gpu_us, context=context)
@@ -65,6 +70,7 @@ def make_profile(
             add("experts_cpu", cpu, experts=n, threads=threads)
             add("experts_cpu_beside_copy", cpu * slow_cpu, experts=n, threads=threads)
     for threads in THREADS:
+        add("after_cpu", 60, threads=threads)
         add("copy_beside_cpu", copy_us * slow_copy, threads=threads)
         short, long = sorted((max(20.0, 2 * gpu_us), 60.0 / threads))
         add("both", short * slow_both + long - short, gpu=1, cpu=1, threads=threads)

@@ -72,7 +72,7 @@ def test_the_window_admits_two_and_serves_one_at_a_time():
     costs = CostModel(make_profile(SHAPE), SHAPE)
     brain = Brain(make_shape(layers=1, top_k=4), settings, (0,))
     timeline = Timeline(on=True)
-    link = Link(env, Sharing(env, costs, 1), brain, costs, timeline)
+    link = Link(env, Sharing(env, costs, 1), brain, costs, timeline, lambda: False)
     brain.begin(0, np.arange(4, dtype=np.int32), np.ones(4, np.int32))
     link.watch()
     link.pump()
