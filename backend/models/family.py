@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +37,7 @@ class ConfigFields:
     def number(self, name: str, default: float | None = None) -> float:
         """A number; FileError if missing without a default, or not a number."""
         value = self._values.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise FileError(f"{self._source}: field {name!r} is {value!r}: a number is needed")
         return value
 

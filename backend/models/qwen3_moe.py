@@ -32,16 +32,21 @@ def shape(config: ConfigFields) -> ModelShape:
         raise config.refuse("use_sliding_window", "false is needed")
     heads = config.count("num_attention_heads")
     hidden = config.count("hidden_size")
+    kv_heads, head_dim = config.count("num_key_value_heads"), config.count("head_dim", hidden // heads)
+    if heads % kv_heads:
+        raise config.refuse("num_key_value_heads", f"a divisor of the {heads} attention heads is needed")
+    if head_dim % 2:
+        raise config.refuse("head_dim", "an even number is needed")
     return ModelShape(
         family="qwen3_moe",
         layers=layers,
         moe_layers=tuple(range(layers)),
         hidden=hidden,
         heads=heads,
-        kv_heads=config.count("num_key_value_heads"),
-        head_dim=config.count("head_dim", hidden // heads),
+        kv_heads=kv_heads,
+        head_dim=head_dim,
         vocab=config.count("vocab_size"),
-        experts=config.count("num_experts"),
+        experts=config.count("num_experts" if config.get("num_local_experts") is None else "num_local_experts"),
         top_k=config.count("num_experts_per_tok"),
         expert_width=config.count("moe_intermediate_size"),
         scoring="softmax_topk",
