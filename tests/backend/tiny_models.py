@@ -1,0 +1,87 @@
+"""Tiny random checkpoints, saved by `transformers`, with a tokenizer of one token per word."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from foreload.budget import fixed_bytes
+from foreload.settings import Settings, staging_slots
+from foreload.shape import ModelShape
+
+VOCAB = 64
+CONTEXT = 96
+FIELDS: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+}
+
+
+def save_tiny(folder: Path, shard_size: str = "1GB", **fields: Any) -> Path:
+    """A random `Qwen3MoeForCausalLM` in `folder`; `fields` replace those of the configuration."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**FIELDS, **fields}))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight.copy_(torch.rand_like(weight) + 0.5)
+    model.save_pretrained(folder, max_shard_size=shard_size)
+    vocabulary = {f"w{n}": n for n in range(VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def edit_config(folder: Path, **fields: Any) -> Path:
+    """Change fields of `config.json` (None: remove); returns its path."""
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), **fields}
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    return path
+
+
+def edit_weights(folder: Path, **tensors: torch.Tensor | None) -> Path:
+    """Replace (None: remove) tensors whose names end in the given ones, dots as `__`; returns the weight file."""
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    for suffix, tensor in tensors.items():
+        [name] = [name for name in weights if name.endswith(suffix.replace("__", "."))]
+        if tensor is None:
+            del weights[name]
+        else:
+            weights[name] = tensor
+    save_file(weights, path)
+    return path
+
+
+def vram_for(shape: ModelShape, slots: int, settings: Settings | None = None, context: int = CONTEXT) -> int:
+    """Device bytes that hold exactly `slots` persistent slots beside the staging of `settings`, in float32."""
+    held = slots + staging_slots(settings or Settings(), shape)
+    return fixed_bytes(shape, "float32", context) + held * shape.expert_bytes("float32")
+
+
+def words(*ids: int) -> str:
+    """The text of token ids."""
+    return " ".join(f"w{n}" for n in ids)
