@@ -163,9 +163,10 @@ class Brain:
         row = self.state.counters[state.PREFILL, layer]
         row[state.HITS] += int((demanded & resident).sum())
         row[state.MISSES] += int((demanded & ~resident).sum())
-        if not last_chunk or self._admission == step.ADMIT_NONE:
-            return np.zeros(len(counts), np.bool_)
-        return step.prefill_targets(self.state, layer, counts)
+        target = np.zeros(len(counts), np.bool_)
+        if last_chunk and self._admission != step.ADMIT_NONE:
+            step.prefill_targets(self.state, layer, counts, target)
+        return target
 
     def prefill_fetch(self, layer: int, expert: int) -> bool:
         """Queue a prompt chunk's copy (or adopt one in flight); False if no staging slot is free: the wave is full."""

@@ -208,13 +208,12 @@ def _queue_uploads(
 
 
 @njit(cache=True)
-def prefill_targets(state: PolicyState, layer: int, counts: NDArray[np.int32]) -> NDArray[np.bool_]:
+def prefill_targets(state: PolicyState, layer: int, counts: NDArray[np.int32], target: NDArray[np.bool_]) -> None:
     """The experts `layer` keeps after the last prompt chunk: the most used of residents and demanded, then lower ids.
 
-    counts [E] tokens per expert in that chunk; returns a mask [E].
+    counts [E] tokens per expert in that chunk; target [E] starts False and is set for them.
     """
     experts = len(counts)
-    target = np.zeros(experts, np.bool_)
     for _ in range(state.capacity[layer]):
         best = -1
         for expert in range(experts):
@@ -224,7 +223,6 @@ def prefill_targets(state: PolicyState, layer: int, counts: NDArray[np.int32]) -
         if best < 0:
             break
         target[best] = True
-    return target
 
 
 @njit(cache=True)

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from foreload.cli import demo, profile, record, report, run_model, simulate, trace, tune
+from foreload.cli import demo, profile, record, report, run_model, simulate, trace, tune, validate
 from foreload.errors import BudgetError, ForeloadError
 
 COMMANDS: Mapping[str, Callable[..., None]] = {
@@ -22,6 +22,7 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "record": record.record,
     "simulate": simulate.simulate,
     "tune": tune.tune,
+    "validate": validate.validate,
     "report": report.report,
 }
 GROUPS: Mapping[str, typer.Typer] = {"trace": trace.app}
