@@ -1,0 +1,269 @@
+"""Which experts stay: eviction orders and whole-set accounting against plain Python, admission, prompts, settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from policy_driver import EXPERTS, LAYERS, Driver, int32
+
+from foreload.backend.policy import Action, Counter
+from foreload.backend.policy.order import EVICTIONS, prefers, worst_kept
+from foreload.backend.policy.state import DECODE, KEPT, LANDED, N_QUEUED, STEP, UPLOAD
+from foreload.settings import Settings
+
+RANDOM = st.randoms(use_true_random=False)
+RUNS = settings(max_examples=60, deadline=None)
+Key = Callable[[int], tuple[Any, ...]]
+
+
+class PlainCache:
+    """One layer's cache as section 3 words it: after a layer-step the C largest of residents and demand stay."""
+
+    def __init__(self, capacity: int, eviction: str) -> None:
+        self.capacity, self.eviction = capacity, eviction
+        self.residents: set[int] = set()
+        self.last, self.tokens, self.uses = (dict.fromkeys(range(EXPERTS), start) for start in (-1, 0, 0))
+        self.hits = 0
+
+    def key(self, now: int) -> Key:
+        """Larger stays."""
+        orders: dict[str, Key] = {
+            "lru": lambda e: (self.last[e], self.tokens[e], -e),
+            "lfu": lambda e: (self.uses[e], self.last[e], -e),
+            "lfru": lambda e: (Fraction(self.uses[e], now - self.last[e] + 1), self.last[e], -e),
+        }
+        return orders[self.eviction]
+
+    def step(self, now: int, demand: dict[int, int]) -> None:
+        self.hits += len(self.residents & demand.keys())
+        for expert, tokens in demand.items():
+            self.last[expert], self.tokens[expert] = now, tokens
+            self.uses[expert] += 1
+        ordered = sorted(self.residents | demand.keys(), key=self.key(now), reverse=True)
+        self.residents = set(ordered[: self.capacity])
+
+
+def random_demand(random: Random, most: int = 2) -> dict[int, int]:
+    """Experts -> tokens, ascending by expert."""
+    return {e: random.randint(1, 3) for e in sorted(random.sample(range(EXPERTS), random.randint(1, most)))}
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("eviction", EVICTIONS)
+@RUNS
+@given(random=RANDOM, capacity=st.integers(0, EXPERTS))
+def test_hits_and_residents_equal_plain_python(eviction: str, random: Random, capacity: int) -> None:
+    driver = Driver(Settings.parse({"eviction": eviction}), (capacity,) * LAYERS, random)
+    plain = [PlainCache(capacity, eviction) for _ in range(LAYERS)]
+    for now in range(20):
+        for layer in range(LAYERS):
+            demand = random_demand(random)
+            driver.layer_step(layer, list(demand), list(demand.values()))
+            plain[layer].step(now, demand)
+            assert driver.kept(layer) == plain[layer].residents
+        driver.brain.end_step()
+    assert driver.brain.counters[DECODE, :, Counter.HITS].tolist() == [cache.hits for cache in plain]
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("eviction", EVICTIONS)
+@RUNS
+@given(random=RANDOM)
+def test_orders_are_total_and_equal_a_sort_key(eviction: str, random: Random) -> None:
+    driver = Driver(Settings(), (0,) * LAYERS, random)
+    state, plain = driver.brain.state, PlainCache(0, eviction)
+    now = random.randint(0, 5)
+    state.scalars[STEP] = now
+    for e in range(EXPERTS):
+        plain.last[e] = state.last_step[0, e] = random.randint(-1, now)
+        plain.tokens[e] = state.last_tokens[0, e] = random.randint(0, 2)
+        plain.uses[e] = state.uses[0, e] = random.randint(0, 3)
+    key, number = plain.key(now), EVICTIONS.index(eviction)
+    for a in range(EXPERTS):
+        for b in range(EXPERTS):
+            assert prefers(state, 0, a, b, number) == (key(a) > key(b))
+    held = random.sample(range(EXPERTS), random.randint(0, EXPERTS))
+    state.status[0, held] = KEPT
+    assert worst_kept(state, 0, number) == (min(held, key=key) if held else -1)
+
+
+@pytest.mark.unit
+def test_uses_count_within_one_request() -> None:
+    driver = Driver(Settings(eviction="lfu"), (1, 1, 1), Random(0))
+    for demand in ([3], [3], [3], [5]):
+        driver.layer_step(0, demand)
+        driver.brain.end_step()
+    assert driver.kept(0) == {3}
+    driver.brain.start_request()
+    driver.layer_step(0, [5])
+    assert driver.kept(0) == {5}
+
+
+# Admission
+
+
+@pytest.mark.unit
+@RUNS
+@given(random=RANDOM)
+def test_admission_none_never_changes_residency(random: Random) -> None:
+    driver = Driver(Settings(), (2, 3, 0), random)
+    for _ in range(3):
+        driver.step()
+    choices: dict[str, Any] = {"miss_action": random.choice(["fetch", "cpu", "split"]), "admission": "none"}
+    prefetch = {"predictor": "gate", "prefetch_depth": random.choice([1, 2])}
+    driver.reconfigure(Settings.parse({**choices, **prefetch}), (2, 3, 0))
+    fixed = [driver.kept(layer) for layer in range(LAYERS)]
+    for _ in range(4):
+        driver.step()
+        assert [driver.kept(layer) for layer in range(LAYERS)] == fixed
+    driver.prompt()
+    assert [driver.kept(layer) for layer in range(LAYERS)] == fixed
+
+
+@pytest.mark.unit
+def test_cpu_experts_never_enter_without_background() -> None:
+    driver = Driver(Settings(miss_action="cpu"), (2, 2, 2), Random(0))
+    assert driver.layer_step(0, [1, 2]) == [Action.CPU, Action.CPU]
+    driver.drain()
+    assert driver.kept(0) == set()
+
+
+@pytest.mark.unit
+@RUNS
+@given(random=RANDOM, limit=st.integers(1, 3))
+def test_background_uploads_are_few_and_enter_later(random: Random, limit: int) -> None:
+    """At most `admit_per_step` per layer-step; they join the residents when their layer is next demanded."""
+    chosen = Settings(miss_action="cpu", admission="background", admit_per_step=limit)
+    driver = Driver(chosen, (2,) * LAYERS, random)
+    for _ in range(6):
+        for layer in range(LAYERS):
+            landed = {
+                e
+                for e in range(EXPERTS)
+                if driver.status(layer, e) == LANDED and driver.brain.state.purpose[layer, e] == UPLOAD
+            }
+            before, kept = driver.brain.state.scalars[N_QUEUED], driver.kept(layer)
+            experts = sorted(random.sample(range(EXPERTS), 2))
+            actions = driver.begin(layer, experts)
+            assert driver.kept(layer) <= kept | landed
+            assert Action.FETCH not in actions
+            driver.wait(layer, experts, actions)
+            driver.finish(layer)
+            assert driver.brain.state.scalars[N_QUEUED] <= before + limit
+            driver.link()
+        driver.brain.end_step()
+
+
+@pytest.mark.unit
+def test_an_uploaded_expert_is_a_hit_next_time() -> None:
+    driver = Driver(Settings(miss_action="cpu", admission="background", admit_per_step=1), (2, 2, 2), Random(0))
+    assert driver.layer_step(0, [1, 2]) == [Action.CPU, Action.CPU]
+    driver.drain()
+    assert driver.kept(0) == set()
+    assert driver.layer_step(0, [1, 2]) == [Action.HIT, Action.CPU]
+    assert driver.kept(0) == {1}
+    assert driver.brain.counters[DECODE, 0, Counter.UPLOADED] == 1
+
+
+@pytest.mark.unit
+def test_an_upload_must_rank_above_a_resident() -> None:
+    driver = Driver(Settings(eviction="lfu"), (1, 1, 1), Random(0))
+    for _ in range(3):
+        driver.layer_step(0, [7])
+        driver.brain.end_step()
+    driver.reconfigure(Settings(eviction="lfu", miss_action="cpu", admission="background"), (1, 1, 1))
+    driver.layer_step(0, [1])
+    assert driver.issue() == -1
+    assert driver.kept(0) == {7}
+
+
+# Prompts
+
+
+@pytest.mark.unit
+@RUNS
+@given(random=RANDOM, capacity=st.integers(0, EXPERTS))
+def test_last_chunk_decides_what_a_prompt_leaves(random: Random, capacity: int) -> None:
+    """The most used of residents and demanded, then lower ids; recency and uses stay as they were."""
+    driver = Driver(Settings(), (capacity,) * LAYERS, random)
+    for _ in range(3):
+        driver.step()
+    driver.settle()
+    state = driver.brain.state
+    history = [state.last_step.copy(), state.last_tokens.copy(), state.uses.copy()]
+    first, last = ([random.choice([0, 0, 1, 2, 3]) for _ in range(EXPERTS)] for _ in range(2))
+    before = driver.kept(0)
+    driver.prompt_layer(0, first, False)
+    assert driver.kept(0) == before
+    candidates = before | {e for e in range(EXPERTS) if last[e]}
+    driver.prompt_layer(0, last, True)
+    assert driver.kept(0) == set(sorted(candidates, key=lambda e: (-last[e], e))[:capacity])
+    for was, array in zip(history, (state.last_step, state.last_tokens, state.uses), strict=True):
+        assert np.array_equal(was, array)
+
+
+@pytest.mark.unit
+def test_prompt_larger_than_staging_runs_in_waves() -> None:
+    driver = Driver(Settings(), (1, 1, 1), Random(0))
+    assert driver.brain.slots == 3 + 2
+    driver.prompt_layer(0, [1] * EXPERTS, True)
+    assert driver.kept(0) == {0}
+    assert driver.brain.counters[1, 0, Counter.FETCHED] == EXPERTS
+    target = driver.brain.prefill_targets(0, int32([1] * EXPERTS), False)
+    assert not target.any()
+
+
+# Settings
+
+
+@pytest.mark.unit
+@RUNS
+@given(random=RANDOM)
+def test_reconfigure_keeps_what_fits(random: Random) -> None:
+    """The driver checks that contents follow the moves and how many stay; here: which."""
+    driver = Driver(Settings(), tuple(random.randint(0, EXPERTS) for _ in range(LAYERS)), random)
+    for _ in range(6):
+        driver.step()
+    driver.settle()
+    state = driver.brain.state
+    ranks = [sorted(driver.kept(at), key=lambda e: (-state.last_step[at, e], e)) for at in range(LAYERS)]
+    capacity = tuple(random.randint(0, EXPERTS) for _ in range(LAYERS))
+    driver.reconfigure(Settings(), capacity)
+    assert [driver.kept(at) for at in range(LAYERS)] == [
+        set(rank[:size]) for rank, size in zip(ranks, capacity, strict=True)
+    ]
+
+
+@pytest.mark.unit
+def test_shrinking_moves_experts_out_of_lost_slots() -> None:
+    driver = Driver(Settings(), (4, 4, 4), Random(0))
+    for layer in range(LAYERS):
+        for experts in ([0, 1], [2, 3]):
+            driver.layer_step(layer, experts)
+    slots, held = driver.brain.slots, driver.residents()
+    assert len(held) == 12
+    driver.reconfigure(Settings(), (2, 2, 2))
+    assert driver.brain.slots == slots - 6
+    assert set(driver.residents().values()) <= set(range(driver.brain.slots))
+    driver.reconfigure(Settings(), (4, 4, 4))
+    assert len(driver.residents()) == 6
+
+
+@pytest.mark.unit
+def test_history_survives_a_reconfiguration() -> None:
+    driver = Driver(Settings(), (2, 2, 2), Random(0))
+    for _ in range(4):
+        driver.step()
+    state = driver.brain.state
+    driver.reconfigure(Settings(eviction="lfu"), (1, 1, 1))
+    again = driver.brain.state
+    for name in ("last_step", "last_tokens", "uses", "counters"):
+        assert np.array_equal(getattr(again, name), getattr(state, name))
+    assert again.scalars[STEP] == state.scalars[STEP] == 4
