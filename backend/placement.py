@@ -6,6 +6,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Iterable
+from contextlib import suppress
 
 
 def keep_apart(helpers: Iterable[threading.Thread]) -> None:
@@ -20,4 +21,5 @@ def keep_apart(helpers: Iterable[threading.Thread]) -> None:
         return
     for helper in helpers:
         if helper.native_id is not None and helper.is_alive():
-            os.sched_setaffinity(helper.native_id, others)
+            with suppress(OSError):  # not allowed, or the helper has just ended
+                os.sched_setaffinity(helper.native_id, others)
