@@ -106,6 +106,7 @@ class Engine:
         self.device = torch.device(options.device)
         dtype = getattr(torch, self.dtype_name)
         self.expert_bytes = self.shape.expert_bytes(self.dtype_name)
+        self._vram_bytes = self._available_bytes()
         self.slot_limit = self._slot_limit(settings)
         self.capacity = check_slots(settings, self.shape, self.slot_limit, self.expert_bytes)
         self.tokenizer = TextTokenizer(checkpoint.folder)
@@ -133,14 +134,15 @@ class Engine:
         """Engine of MODEL (a Hugging Face folder or a bundled name)."""
         return cls(Checkpoint.open(model), options or EngineOptions(), settings)
 
+    def _available_bytes(self) -> int:
+        if self.options.vram_bytes is not None:
+            return self.options.vram_bytes
+        if self.options.device == "cuda":
+            return int(torch.cuda.mem_get_info(self.device)[0] * 0.95)
+        return int(psutil.virtual_memory().available * 0.5)
+
     def _slot_limit(self, settings: Settings) -> int:
-        vram = self.options.vram_bytes
-        if vram is None:
-            if self.options.device == "cuda":
-                vram = int(torch.cuda.mem_get_info(self.device)[0] * 0.95)
-            else:
-                vram = int(psutil.virtual_memory().available * 0.5)
-        return slot_budget(self.shape, self.dtype_name, vram, self.options.context_tokens, settings)
+        return slot_budget(self.shape, self.dtype_name, self._vram_bytes, self.options.context_tokens, settings)
 
     def make_link(self) -> Link:
         """A link of this engine's kind."""
@@ -170,7 +172,8 @@ class Engine:
         """
         with self._between_tokens:
             costs = self._split_costs(settings)
-            capacity = check_slots(settings, self.shape, self.slot_limit, self.expert_bytes)
+            slot_limit = self._slot_limit(settings)
+            capacity = check_slots(settings, self.shape, slot_limit, self.expert_bytes)
             Brain.check(settings, costs)
             with self.copies.lock:
                 self.brain.quiesce()
@@ -182,7 +185,7 @@ class Engine:
                     torch.cuda.synchronize(self.device)
                 self.pool.shrink(self.brain.slots)
             self.cpu.resize(self._workers(settings))
-            self.settings, self.capacity = settings, capacity
+            self.settings, self.capacity, self.slot_limit = settings, capacity, slot_limit
             self._follow(settings)
 
     def reset_cache(self) -> None:
