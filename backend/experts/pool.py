@@ -32,8 +32,12 @@ class SlotPool:
         """Bytes the blocks take."""
         return sum(block.numel() * block.element_size() for block in self._blocks)
 
+    @torch.inference_mode(False)
     def grow(self, slots: int) -> None:
-        """Have at least `slots` slots. BudgetError, and no change, if the device has no memory for them."""
+        """Have at least `slots` slots. BudgetError, and no change, if the device has no memory for them.
+
+        They are plain tensors even if a request is running, since threads outside inference mode write to them.
+        """
         added: list[Tensor] = []
         missing = slots - len(self)
         try:
