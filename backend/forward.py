@@ -72,6 +72,7 @@ class Forward:
                 log.weights[0, at] = weights[0].cpu().numpy()
                 marks.start()
         logits = decoder.logits(x)[0]
+        marks.mark("head")
         self.finish()
         self._brain.end_step()
         if log is not None:
