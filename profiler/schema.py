@@ -26,10 +26,11 @@ Probes (the names are a contract between profiler and cost model). `p50_us` is t
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from foreload.errors import FileError, MismatchError
 from foreload.files import parse_model, read_mapping, write_text
@@ -72,6 +73,13 @@ class ProfileMeta(BaseModel):
     date: str
     software: dict[str, str]
     noise_pct: Annotated[float, Field(ge=0)]  # spread of one fixed probe repeated over the run
+
+    @field_validator("shape")
+    @classmethod
+    def _plain_shape(cls, value: dict[str, Any]) -> dict[str, Any]:
+        """As JSON would give it back, so that a profile read equals the profile written."""
+        plain: dict[str, Any] = json.loads(json.dumps(value))
+        return plain
 
 
 class HardwareProfile(BaseModel):
