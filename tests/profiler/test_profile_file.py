@@ -1,0 +1,162 @@
+"""Profile files: written and read back, and refused by field when they cannot be right."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foreload.errors import FileError, MismatchError
+from foreload.profiler.schema import PROFILE_SCHEMA, HardwareProfile
+from foreload.shape import ModelShape
+
+MakeProfile = Callable[..., HardwareProfile]
+
+
+@pytest.fixture
+def path(tmp_path: Path, make_profile: MakeProfile) -> Path:
+    path = tmp_path / "profile.json"
+    make_profile().save(path)
+    return path
+
+
+def spoil(path: Path, change: Callable[[dict[str, Any]], object]) -> str:
+    """The one line with which the changed file is refused."""
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+    with pytest.raises(FileError) as caught:
+        HardwareProfile.load(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: ")
+    assert "\n" not in message
+    assert caught.value.exit_code == 2
+    return message
+
+
+@pytest.mark.unit
+def test_round_trip(path: Path, make_profile: MakeProfile) -> None:
+    assert HardwareProfile.load(path) == make_profile()
+    assert [p.name for p in path.parent.iterdir()] == ["profile.json"]
+
+
+@pytest.mark.unit
+def test_a_measured_profile_round_trips(profiled: Any, tmp_path: Path) -> None:
+    profiled.profile.save(tmp_path / "p.json")
+    assert HardwareProfile.load(tmp_path / "p.json") == profiled.profile
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "is not valid JSON"),
+        ("{", "is not valid JSON"),
+        ("[1]", "must be an object"),
+        ("\xff", "is not valid JSON"),
+    ],
+)
+def test_what_is_no_profile_at_all(path: Path, text: str, said: str) -> None:
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(FileError, match=said) as caught:
+        HardwareProfile.load(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.unit
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="profile cannot be read: No such file"):
+        HardwareProfile.load(tmp_path / "none.json")
+
+
+@pytest.mark.unit
+def test_a_cut_file_is_refused_wherever_it_ends(path: Path) -> None:
+    whole = path.read_bytes().rstrip()
+    for end in range(0, len(whole), 97):
+        path.write_bytes(whole[:end])
+        with pytest.raises(FileError, match="is not valid JSON"):
+            HardwareProfile.load(path)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("field", ["p50_us", "p95_us", "gpu_us"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, "fast", None])
+def test_impossible_times(path: Path, field: str, value: Any) -> None:
+    message = spoil(path, lambda profile: profile["measurements"][3].update({field: value}))
+    assert f"field 'measurements.3.{field}' is {value!r}" in message
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("cores", 0),
+        ("expert_bytes", -5),
+        ("dtype", "int3"),
+        ("device", "tpu"),
+        ("noise_pct", float("nan")),
+        ("emulated_link_bytes_per_s", 0),
+        ("mode", "slow"),
+    ],
+)
+def test_impossible_provenance(path: Path, field: str, value: Any) -> None:
+    message = spoil(path, lambda profile: profile["meta"].update({field: value}))
+    assert f"field 'meta.{field}' is {value!r}" in message
+
+
+@pytest.mark.unit
+def test_other_schema(path: Path) -> None:
+    message = spoil(path, lambda profile: profile["meta"].update(schema_version=99))
+    assert f"schema_version is 99: this Foreload reads {PROFILE_SCHEMA}" in message
+
+
+@pytest.mark.unit
+def test_missing_and_unknown_fields(path: Path) -> None:
+    assert "field 'meta.shape_hash' is missing" in spoil(path, lambda profile: profile["meta"].pop("shape_hash"))
+
+
+@pytest.mark.unit
+def test_unknown_field_lists_the_known(path: Path) -> None:
+    message = spoil(path, lambda profile: profile.update(speed=9))
+    assert "unknown field 'speed': known are meta, measurements" in message
+
+
+@pytest.mark.unit
+def test_repeats_are_at_least_one(path: Path) -> None:
+    message = spoil(path, lambda profile: profile["measurements"][0].update(repeats=0))
+    assert "field 'measurements.0.repeats' is 0" in message
+
+
+@pytest.mark.unit
+def test_points_by_coordinates(make_profile: MakeProfile) -> None:
+    profile = make_profile()
+    assert len(profile.points("experts_cpu", threads=1)) == 2
+    assert profile.points("experts_cpu", threads=1, experts=2)[0].p50_us == 120.0
+    with pytest.raises(FileError, match=r"no measurement of 'experts_cpu' at {'threads': 64}: it holds .*attention"):
+        profile.points("experts_cpu", threads=64)
+    with pytest.raises(FileError, match="no measurement of 'draft' at any point"):
+        profile.points("draft")
+
+
+@pytest.mark.unit
+def test_another_model_names_both(make_profile: MakeProfile, shape: ModelShape) -> None:
+    profile, other = make_profile(), replace(shape, experts=16)
+    profile.check_model(shape, "float32")
+    with pytest.raises(MismatchError) as caught:
+        profile.check_model(other, "float32")
+    assert shape.hash in str(caught.value)
+    assert other.hash in str(caught.value)
+    assert caught.value.exit_code == 2
+    with pytest.raises(MismatchError, match="measured in float32, this run uses bfloat16"):
+        profile.check_model(shape, "bfloat16")
+
+
+@pytest.mark.unit
+def test_a_folder_that_cannot_be_written(tmp_path: Path, make_profile: MakeProfile) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileError, match=r"p.json: cannot be written"):
+        make_profile().save(tmp_path / "file" / "p.json")
