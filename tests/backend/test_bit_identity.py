@@ -12,6 +12,7 @@ from foreload.backend.engine import Engine, EngineOptions
 from foreload.backend.models.checkpoint import Checkpoint
 from foreload.backend.policy import Counter
 from foreload.backend.policy.state import DECODE, N_FREE, PREFILL
+from foreload.backend.recorder import read_prompts
 from foreload.settings import Settings
 
 PROMPT = [3, 14, 15, 9, 26, 53, 58, 9, 7, 9, 32, 38, 46]
@@ -118,33 +119,33 @@ def test_poison_would_show(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPa
 # The same on a GPU, on the bundled model
 
 
-@pytest.fixture(scope="module")
-def gpu_prompts() -> list[str]:
-    from foreload.backend.recorder import read_prompts
-
-    return [prompt.text for prompt in read_prompts()[:2]]
-
-
-def gpu_logits(settings: Settings, dtype: str, texts: list[str], seed: int | None) -> list[torch.Tensor]:
+def gpu_engine(dtype: str, seed: int | None) -> Engine:
     options = EngineOptions(device="cuda", dtype=dtype, context_tokens=256, debug_seed=seed)
-    with Engine(Checkpoint.open("mini"), options, settings) as engine:
-        prompts = [engine.tokenizer.encode(text)[:96] for text in texts]
-        seen = watch(engine)
-        for prompt in prompts:
-            engine.generate(prompt, 32, stop=False)
-        engine.brain.check_integrity()
-        return [logits.cpu() for logits in seen]
+    return Engine(Checkpoint.open("mini"), options, Settings(cache_ratio=1.0))
+
+
+def gpu_logits(engine: Engine, settings: Settings) -> list[torch.Tensor]:
+    """The logits of every forward of two requests from an empty cache."""
+    engine.apply(settings)
+    engine.reset_cache()
+    prompts = [engine.tokenizer.encode(prompt.text)[:96] for prompt in read_prompts()[:2]]
+    seen = watch(engine)
+    for prompt in prompts:
+        engine.generate(prompt, 32, stop=False)
+    del engine.forward.prefill, engine.forward.decode  # type: ignore[method-assign]
+    engine.brain.check_integrity()
+    return [logits.cpu() for logits in seen]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("chunk", [256, 40])
-def test_bit_identical_on_a_gpu(gpu_prompts: list[str], dtype: str, chunk: int) -> None:
+def test_bit_identical_on_a_gpu(dtype: str, chunk: int) -> None:
     base = {"prefill_chunk_tokens": chunk}
-    resident = gpu_logits(Settings.parse({"cache_ratio": 1.0, **base}), dtype, gpu_prompts, None)
-    for name, fields in FETCH_ONLY.items():
-        if name == "uneven":
-            fields = {**fields, "slots_per_layer": (0, 32, 3, 1, 16, 8, 2, 31)}
-        for seed in (1, 2):
-            found = gpu_logits(Settings.parse({**fields, **base}), dtype, gpu_prompts, seed)
-            check_same(found, resident)
+    with gpu_engine(dtype, None) as engine:
+        resident = gpu_logits(engine, Settings.parse({"cache_ratio": 1.0, **base}))
+    assert len(resident) == 2 * (31 + -(-96 // chunk))
+    with gpu_engine(dtype, chunk) as engine:
+        for name, fields in FETCH_ONLY.items():
+            uneven = {"slots_per_layer": (0, 32, 3, 1, 16, 8, 2, 31)} if name == "uneven" else {}
+            check_same(gpu_logits(engine, Settings.parse({**fields, **uneven, **base})), resident)
