@@ -62,8 +62,9 @@ class CopyThread:
         Spins for the length of a few copies, since a sleeping thread wakes late and with cold caches.
         """
         for _ in range(SPINS):
-            if (ready := self._ready(keys)) >= 0:
-                return ready
+            with self.lock:
+                if (ready := self._ready(keys)) >= 0:
+                    return ready
             time.sleep(0)
         with self.lock:
             while (ready := self._ready(keys)) < 0:
