@@ -171,9 +171,10 @@ def test_a_queued_upload_that_is_demanded_is_a_miss() -> None:
 
 
 @pytest.mark.unit
-def test_prefetches_leave_room_for_the_next_demand() -> None:
-    """Staging is one demand and one width per depth: nothing prefetched may take the demand's part."""
-    driver = make_driver(prefetch_depth=1)
+@pytest.mark.parametrize("capacity", [0, EXPERTS])
+def test_prefetches_leave_room_for_the_next_demand(capacity: int) -> None:
+    """Staging is one demand and one width per depth; prefetches take neither that demand's part nor the cache's."""
+    driver = make_driver((capacity,) * LAYERS, prefetch_depth=1)
     driver.brain.prefetch(1, int32([0, 1, 2, 3]))
     driver.brain.prefetch(2, int32([0, 1, 2, 3]))
     driver.drain()
