@@ -13,7 +13,7 @@ from torch import Tensor
 from foreload.backend.experts.slab import run_expert
 from foreload.backend.predict.gate import predict_gate
 from foreload.machine import cores
-from foreload.profiler.bench import Bench, Spans
+from foreload.profiler.bench import Bench, Spans, Stage
 from foreload.profiler.schema import Measurement
 from foreload.profiler.stats import gpu_microseconds, host_samples, summarise
 from foreload.settings import MAX_PREFETCH_DEPTH
@@ -149,28 +149,33 @@ def company(bench: Bench, effort: Effort) -> Iterator[Measurement]:
             spans = bench.layer_step(i % layers, bench.pick(stage.resident, k, i), wait_us=wait_us)
             samples.append(_host(spans))
         yield summarise("after_wait", samples, wait_us=wait_us)
-    plans: list[float] = []
-    quiet: list[float] = []
-    busy: list[float] = []
-    landed = 0
+    yield from _interruptions(bench, stage, turns, float(np.median(samples)))
+
+
+def _interruptions(bench: Bench, stage: Stage, turns: int, host_us: float) -> Iterator[Measurement]:
+    """The same layer-steps with and without prefetches that land meanwhile; the difference per copy."""
+    k, layers = bench.shape.top_k, bench.shape.n_moe_layers
     copy_us = float(np.median(bench.copy_times(0, stage.absent[:k], [])))
-    steps = min(100, 2 + int(k * copy_us / float(np.median(samples))))
-    turns = max(20, turns // steps)
-    for i in range(turns):
-        layer, demand = i % max(1, layers - 1), bench.pick(stage.resident, k, i)
+    steps = min(100, 2 + int(k * copy_us / host_us))
+    plans: list[float] = []
+    times: dict[bool, list[float]] = {False: [], True: []}
+    landed = 0
+    for turn in range(2 * max(20, turns // steps)):
+        layer, demand, copying = turn % max(1, layers - 1), bench.pick(stage.resident, k, turn), turn % 2 == 1
         for _ in range(3):
             bench.layer_step(layer, demand)
-        quiet.append(sum(_work(bench.layer_step(layer, demand)) for _ in range(steps)))
         bench.engine.copies.spans = []
-        plans.append(bench.layer_step(layer, demand, prefetched=bench.pick(stage.absent, k, i))["plan"])
-        before = len(bench.engine.copies.spans)
-        busy.append(sum(_work(bench.layer_step(layer, demand)) for _ in range(steps)))
-        landed += len(bench.engine.copies.spans) - before
+        first = bench.layer_step(layer, demand, prefetched=bench.pick(stage.absent, k, turn) if copying else None)
+        rest = sum(_work(bench.layer_step(layer, demand)) for _ in range(steps))
+        times[copying].append(first["experts_gpu"] + first["finish"] + rest)
+        landed += len(bench.engine.copies.spans)
         bench.engine.copies.spans = None
+        if copying:
+            plans.append(first["plan"])
         bench.discard()
     yield summarise("plan", plans, copies=1)
     # Work that took longer saw more copies land, so the rate is taken over all turns together.
-    loss = float(np.median(busy) - np.median(quiet)) * turns / max(1, landed)
+    loss = float(np.median(times[True]) - np.median(times[False])) * len(plans) / max(1, landed)
     yield summarise("interrupt", [max(0.0, loss)])
 
 
