@@ -220,6 +220,14 @@ def test_measuring_runs_the_recorded_requests_again(make_engine: MakeEngine, tmp
 
 
 @pytest.mark.integration
+def test_every_turn_starts_with_an_empty_cache(make_engine: MakeEngine, tmp_path: Path) -> None:
+    engine = make_engine(Settings(cache_ratio=0.5))
+    trace = make_recording(engine, tmp_path / "t.parquet")
+    one, two = measure(engine, trace, [0, 1], [Settings(cache_ratio=0.5)] * 2, 1)
+    assert np.array_equal(one.counters, two.counters)
+
+
+@pytest.mark.integration
 def test_measuring_restores_the_settings_after_an_error(make_engine: MakeEngine, tmp_path: Path) -> None:
     engine = make_engine(Settings(cache_ratio=0.5), vram_bytes=400_000)
     trace = make_recording(engine, tmp_path / "t.parquet")

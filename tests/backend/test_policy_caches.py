@@ -135,6 +135,12 @@ def test_cpu_experts_never_enter_without_background() -> None:
     assert driver.kept(0) == set()
 
 
+def uploads(driver: Driver, layer: int, status: int) -> set[int]:
+    """Experts of `layer` in `status` because of a background upload."""
+    state = driver.brain.state
+    return {e for e in range(EXPERTS) if state.status[layer, e] == status and state.purpose[layer, e] == UPLOAD}
+
+
 @pytest.mark.unit
 @RUNS
 @given(random=RANDOM, limit=st.integers(1, 3))
@@ -144,19 +150,16 @@ def test_background_uploads_are_few_and_enter_later(random: Random, limit: int) 
     driver = Driver(chosen, (2,) * LAYERS, random)
     for _ in range(6):
         for layer in range(LAYERS):
-            landed = {
-                e
-                for e in range(EXPERTS)
-                if driver.status(layer, e) == LANDED and driver.brain.state.purpose[layer, e] == UPLOAD
-            }
-            before, kept = driver.brain.state.scalars[N_QUEUED], driver.kept(layer)
+            landed, kept = uploads(driver, layer, LANDED), driver.kept(layer)
+            queued = driver.brain.state.scalars[N_QUEUED]
             experts = sorted(random.sample(range(EXPERTS), 2))
             actions = driver.begin(layer, experts)
             assert driver.kept(layer) <= kept | landed
+            assert not uploads(driver, layer, LANDED)
             assert Action.FETCH not in actions
             driver.wait(layer, experts, actions)
             driver.finish(layer)
-            assert driver.brain.state.scalars[N_QUEUED] <= before + limit
+            assert driver.brain.state.scalars[N_QUEUED] <= queued + limit
             driver.link()
         driver.brain.end_step()
 
@@ -170,6 +173,15 @@ def test_an_uploaded_expert_is_a_hit_next_time() -> None:
     assert driver.layer_step(0, [1, 2]) == [Action.HIT, Action.CPU]
     assert driver.kept(0) == {1}
     assert driver.brain.counters[DECODE, 0, Counter.UPLOADED] == 1
+
+
+@pytest.mark.unit
+def test_an_upload_joins_whatever_is_demanded_next() -> None:
+    driver = Driver(Settings(miss_action="cpu", admission="background", admit_per_step=2), (2, 2, 2), Random(0))
+    driver.layer_step(0, [1, 2])
+    driver.drain()
+    assert driver.begin(0, [5]) == [Action.CPU]
+    assert driver.kept(0) == {1, 2}
 
 
 @pytest.mark.unit

@@ -78,6 +78,7 @@ def test_bandwidth_shares_by_rate(absent: int, io: int, cpu: int) -> None:
 
 
 @pytest.mark.unit
+@settings(max_examples=50, deadline=None)
 @given(costs=costs(), absent=COUNT)
 def test_fetch_and_cpu_take_all(costs: SplitCosts, absent: int) -> None:
     assert fetch_count(FETCH, absent, 0, 0, 0, costs) == absent

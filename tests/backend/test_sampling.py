@@ -16,6 +16,7 @@ VALUES = st.lists(st.floats(-8, 8, width=32), min_size=2, max_size=20)
 
 
 @pytest.mark.unit
+@settings(deadline=None)
 @given(values=VALUES)
 def test_greedy_is_the_largest(values: list[float]) -> None:
     logits = torch.tensor(values)
@@ -23,6 +24,7 @@ def test_greedy_is_the_largest(values: list[float]) -> None:
 
 
 @pytest.mark.unit
+@settings(deadline=None)
 @given(values=VALUES, temperature=st.floats(0.1, 10))
 def test_temperature_divides_the_logits(values: list[float], temperature: float) -> None:
     logits = torch.tensor(values)
