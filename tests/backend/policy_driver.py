@@ -61,7 +61,9 @@ def random_capacity(random: Random, shape: ModelShape = SHAPE) -> tuple[int, ...
 class Driver:
     """One brain and the link that serves it; `log` holds every decision."""
 
-    def __init__(self, settings: Settings, capacity: tuple[int, ...], random: Random, shape: ModelShape = SHAPE):
+    def __init__(
+        self, settings: Settings, capacity: tuple[int, ...], random: Random, shape: ModelShape = SHAPE
+    ) -> None:
         self.brain = Brain(shape, settings, capacity, COSTS)
         self.shape, self.random = shape, random
         self.flying: deque[int] = deque()

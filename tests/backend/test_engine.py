@@ -39,7 +39,8 @@ def text(engine: Engine, **options: Any) -> list[int]:
 @pytest.mark.integration
 def test_settings_change_between_tokens_and_the_text_does_not(make_engine: MakeEngine) -> None:
     expected = text(make_engine(Settings(cache_ratio=1.0)))
-    engine, seen = make_engine(Settings(cache_ratio=0.5)), []
+    engine = make_engine(Settings(cache_ratio=0.5))
+    seen: list[tuple[bool, bool]] = []
 
     def push(_: int) -> None:
         chosen = CYCLE[len(seen) % len(CYCLE)]

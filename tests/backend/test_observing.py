@@ -221,9 +221,9 @@ def test_measuring_runs_the_recorded_requests_again(make_engine: MakeEngine, tmp
 
 @pytest.mark.integration
 def test_every_turn_starts_with_an_empty_cache(make_engine: MakeEngine, tmp_path: Path) -> None:
-    engine = make_engine(Settings(cache_ratio=0.5))
-    trace = make_recording(engine, tmp_path / "t.parquet")
-    one, two = measure(engine, trace, [0, 1], [Settings(cache_ratio=0.5)] * 2, 1)
+    warm, fresh = make_engine(), make_engine()
+    trace = make_recording(warm, tmp_path / "t.parquet")
+    one, two = (measure(engine, trace, [0, 1], [Settings(cache_ratio=0.5)], 1)[0] for engine in (warm, fresh))
     assert np.array_equal(one.counters, two.counters)
 
 
