@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numba import njit
@@ -28,9 +29,12 @@ from foreload.backend.policy.state import (
     STEP,
     PolicyState,
 )
+from foreload.compiled import drop_stale_caches
 from foreload.settings import Settings
 from foreload.shape import ModelShape
 from foreload.simulator.workload import Request
+
+drop_stale_caches(Path(__file__).parent, Path(copies.__file__).parent)
 
 _ADMISSIONS = {"none": step.ADMIT_NONE, "demand": step.ADMIT_DEMAND, "background": step.ADMIT_BACKGROUND}
 _NO_COSTS = SplitCosts(0, np.zeros(1, np.int64), np.zeros(1, np.int64))
