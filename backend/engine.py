@@ -28,6 +28,7 @@ from foreload.backend.placement import keep_apart
 from foreload.backend.policy import Brain, SplitCosts, compile_policies
 from foreload.backend.sampling import Sampler, Sampling
 from foreload.backend.tokenizer import TextTokenizer
+from foreload.backend.turns import Turns
 from foreload.budget import slot_budget
 from foreload.errors import UsageError
 from foreload.settings import Settings, check_slots
@@ -126,7 +127,7 @@ class Engine:
         self.forward = Forward(decoder, self.slab, self.pool, link, self.copies, self.cpu, poison)
         self.settings = settings
         self._request = threading.Lock()
-        self._between_tokens = threading.Lock()
+        self._turns = Turns()
         self._follow(settings)
 
     @classmethod
@@ -170,7 +171,7 @@ class Engine:
         Residents stay as far as the new slots allow. Raises BudgetError (with the shortfall) or SettingsError; the old
         settings then stay in force.
         """
-        with self._between_tokens:
+        with self._turns.guest():
             costs = self._split_costs(settings)
             slot_limit = self._slot_limit(settings)
             capacity = check_slots(settings, self.shape, slot_limit, self.expert_bytes)
@@ -190,7 +191,7 @@ class Engine:
 
     def reset_cache(self) -> None:
         """Forget residents and history, as after loading."""
-        with self._between_tokens, self.copies.lock:
+        with self._turns.guest(), self.copies.lock:
             self.brain.quiesce()
             self.copies.settle()
             self.brain.drop_cache()
@@ -209,11 +210,10 @@ class Engine:
         Requests from several threads are taken one after the other. UsageError if prompt and answer exceed the context.
         """
         self._check_request(prompt_ids, max_tokens)
-        with self._request, torch.inference_mode():
+        with self._request, torch.inference_mode(), self.forward.watched(observer):
             self.place_helpers()
             before = self.brain.counters.copy()
             sampler = Sampler(sampling or Sampling())
-            self.forward.observer = observer
             start = time.perf_counter_ns()
             token = sampler.draw(self._prefill(prompt_ids))
             tokens, step_ns = [token], []
@@ -222,14 +222,13 @@ class Engine:
                 on_token(token)
             while len(tokens) < max_tokens and not (stop and token in self.tokenizer.stop_ids):
                 start = time.perf_counter_ns()
-                with self._between_tokens:
+                with self._turns.turn():
                     logits = self.forward.decode(token, len(prompt_ids) + len(tokens) - 1)
                     token = sampler.draw(logits)
                 step_ns.append(time.perf_counter_ns() - start)
                 tokens.append(token)
                 if on_token is not None:
                     on_token(token)
-            self.forward.observer = None
             return Generation(len(prompt_ids), tokens, ttft_ns, step_ns, self.brain.counters - before)
 
     def place_helpers(self) -> None:
@@ -252,7 +251,7 @@ class Engine:
 
     def _prefill(self, prompt_ids: list[int]) -> torch.Tensor:
         """Logits [vocab] after the prompt, fed in chunks of `prefill_chunk_tokens`."""
-        with self._between_tokens:
+        with self._turns.turn():
             with self.copies.lock:
                 self.brain.start_request()
                 self.copies.settle()

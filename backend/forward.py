@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -17,8 +20,6 @@ from foreload.backend.observe import Marks, NoMarks, Observer, RouteLog
 from foreload.backend.policy.state import DECODE, KEPT, N_FREE, PREFILL
 from foreload.backend.policy.step import ACT_CPU, ACT_FETCH, ACT_HIT, ACT_LATE
 from foreload.backend.predict.gate import predict_gate
-
-_ONE = {k: np.ones(k, np.int32) for k in range(1, 65)}
 
 
 class Forward:
@@ -42,9 +43,22 @@ class Forward:
         self._shape = decoder.shape
         self._slab, self._pool, self._link, self._copies, self._cpu = slab, pool, link, copies, cpu
         self._brain = copies.brain
+        self._ones = np.ones(decoder.shape.experts, np.int32)
         self._asynchronous = link.asynchronous
         self._open: tuple[int, list[int]] | None = None  # layer-step begun and not finished, and its copies
         self._poisoned: set[int] | None = set() if poison else None
+
+    @contextmanager
+    def watched(self, observer: Observer | None) -> Iterator[None]:
+        """Run one request under an observer; what an error or interrupt leaves half done is taken back."""
+        self.observer = observer
+        try:
+            yield
+        finally:
+            self.observer = None
+            self._open = None
+            self._copies.phase = DECODE
+            self._cpu.drain()
 
     # Decode
 
@@ -148,7 +162,7 @@ class Forward:
     def _begin(self, at: int, demanded: NDArray[np.int32], predicted: NDArray[np.int32]) -> list[int]:
         self.finish()
         with self._copies.lock:
-            actions: list[int] = self._brain.begin(at, demanded, _ONE[len(demanded)]).tolist()
+            actions: list[int] = self._brain.begin(at, demanded, self._ones[: len(demanded)]).tolist()
             for ahead in range(len(predicted)):
                 self._brain.prefetch(at + 1 + ahead, predicted[ahead])
             self._copies.kick()

@@ -53,11 +53,18 @@ class CpuExperts:
 
     def join(self) -> None:
         """Wait for all submitted experts; InternalError if one failed."""
+        error = self.drain()
+        if error is not None:
+            raise InternalError(f"a CPU expert failed: {error}") from error
+
+    def drain(self) -> BaseException | None:
+        """Wait for all submitted experts; returns the first error among them."""
+        first = None
         while self._pending:
             error = self._done.get()
             self._pending -= 1
-            if error is not None:
-                raise InternalError(f"a CPU expert failed: {error}") from error
+            first = first or error
+        return first
 
     def close(self) -> None:
         """Stop the workers."""

@@ -182,6 +182,7 @@ class Brain:
 
     def quiesce(self) -> None:
         """Take back what is queued, drop what has landed unkept, discard what is in flight when it arrives."""
+        self.state.scalars[state.N_DEMAND_HELD] = 0
         for layer, expert in np.argwhere(self.state.status != state.ABSENT):
             status = self.state.status[layer, expert]
             if status == state.QUEUED:
