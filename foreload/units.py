@@ -51,9 +51,13 @@ def format_bytes(count: float) -> str:
     size = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}"
+            return f"{size:.0f} B" if unit == "B" else f"{_three_digits(size)} {unit}"
         size /= 1024
-    return f"{size:.3g} TiB"
+    return f"{_three_digits(size)} TiB"
+
+
+def _three_digits(size: float) -> str:
+    return f"{size:.0f}" if abs(size) >= 100 else f"{size:.3g}"
 
 
 def us_to_ns(microseconds: float) -> int:

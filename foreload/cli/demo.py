@@ -83,6 +83,12 @@ class DemoRun:
     measured: tuple[Measured, Measured]
     options: EngineOptions
 
+    @property
+    def kept_default(self) -> bool:
+        """Whether nothing beats the default: in simulation, or as measured."""
+        default, best = self.measured
+        return self.tuned.kept_default or best.tpot_ms >= default.tpot_ms
+
     def values(self) -> dict[str, Any]:
         """The contract of `foreload demo --json`."""
         fields = ("predicted_tpot_ms", "measured_tpot_ms", "hit_rate", "bytes_per_token")
@@ -92,7 +98,7 @@ class DemoRun:
             "speedup": self.result.speedup,
             "error_pct": self.result.error_pct.model_dump(),
             "bounds": self.result.bounds,
-            "kept_default": self.tuned.kept_default,
+            "kept_default": self.kept_default,
             "diverged_requests": sum(m.diverged for m in self.measured),
         }
 
@@ -115,8 +121,12 @@ class Loop:
             trace = self._record(engine)
             tuned = self._tune(engine, trace, self.profile)
             measured, simulated = self._check(engine, trace, tuned, self.profile)
-            self._timeline(engine, trace, tuned, simulated[1])
-            return self._write(trace, tuned, measured, simulated)
+            found = self._collect(trace, tuned, measured, simulated)
+            chosen = tuned.default if found.kept_default else tuned.best
+            engine.apply(chosen.settings)
+            self._timeline(engine, trace, tuned, simulated[0 if found.kept_default else 1])
+        self._write(found, chosen.settings)
+        return found
 
     def _costs(self) -> CostsFor:
         from foreload.backend.models.checkpoint import Checkpoint
@@ -182,7 +192,6 @@ class Loop:
         default, best = measure(
             engine, trace, numbers, pair, REPEATS, lambda done, total: self._step("measure", done, total)
         )
-        engine.apply(tuned.best.settings)
         return (default, best), (first, second)
 
     def _timeline(self, engine: Engine, trace: Trace, tuned: TuneResult, simulated: SimResult) -> None:
@@ -200,7 +209,7 @@ class Loop:
         drawn = simulate(
             trace, self.profile, engine.shape, simulated.settings, simulated.capacity, numbers, timeline=True
         )
-        runs = {"tuned, measured": measured, "tuned, simulated": spans_of(drawn.timeline)}
+        runs = {"measured": measured, "simulated": spans_of(drawn.timeline)}
         meta = {
             "model": trace.meta.model,
             "machine": self.profile.meta.machine,
@@ -208,7 +217,7 @@ class Loop:
         }
         write_perfetto(self.out / "timeline.json", runs, meta)
 
-    def _write(
+    def _collect(
         self,
         trace: Trace,
         tuned: TuneResult,
@@ -217,8 +226,6 @@ class Loop:
     ) -> DemoRun:
         from foreload.dashboard.collect import Measured as Shown
         from foreload.dashboard.collect import run_meta, run_result
-        from foreload.dashboard.report import render_report
-        from foreload.files import write_text
 
         assert self.profile is not None
         expert_bytes = self.profile.meta.expert_bytes
@@ -229,10 +236,15 @@ class Loop:
             {"default": shown[0], "tuned": shown[1]},
             {"default": simulated[0], "tuned": simulated[1]},
         )
-        write_text(self.out / "result.json", result.model_dump_json(indent=1) + "\n")
-        tuned.best.settings.save(self.out / "settings.json")
-        render_report(self.out, self.out / "report.html")
         return DemoRun(result, tuned, measured, self.options)
+
+    def _write(self, found: DemoRun, settings: Settings) -> None:
+        from foreload.dashboard.report import render_report
+        from foreload.files import write_text
+
+        write_text(self.out / "result.json", found.result.model_dump_json(indent=1) + "\n")
+        settings.save(self.out / "settings.json")
+        render_report(self.out, self.out / "report.html")
 
 
 def _show(console: Console, run: DemoRun, out: Path) -> None:
@@ -262,7 +274,7 @@ def _show(console: Console, run: DemoRun, out: Path) -> None:
 
 
 def _verdict(run: DemoRun) -> str:
-    if run.tuned.kept_default:
+    if run.kept_default:
         return "nothing beats the default on this machine: it stays"
     return f"tuned is {run.result.speedup:.2f} times as fast as the default, measured"
 
