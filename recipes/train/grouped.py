@@ -36,17 +36,31 @@ class _Permute(torch.autograd.Function):
         return parts.float().sum(1).to(grad.dtype), None, None, None
 
 
-class _Unpermute(torch.autograd.Function):
-    """The inverse gather: rows back in token order."""
+class _Reorder(torch.autograd.Function):
+    """Gather by a permutation; the gradient is a gather by its inverse."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, inverse: Tensor, order: Tensor) -> Tensor:
-        ctx.save_for_backward(order)
-        return y[inverse]
+    def forward(ctx: Any, y: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return y[order]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad[ctx.saved_tensors[0]], None, None
+
+
+class _Combine(torch.autograd.Function):
+    """Sum of each token's `top_k` rows, in fp32; the gradient is one gather, nothing of the rows is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, source: Tensor, inverse: Tensor, top_k: int) -> Tensor:
+        ctx.save_for_backward(source)
+        ctx.kind = y.dtype
+        return y[inverse].view(-1, top_k, y.shape[-1]).float().sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return grad.to(ctx.kind)[ctx.saved_tensors[0]], None, None, None
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -84,15 +98,20 @@ class GroupedExperts(nn.Module):
         """x: (tokens, hidden) in the compute dtype."""
         kind, k = x.dtype, self.c.top_k
         weights, routing = self.route(x)
-        order = routing.ids.reshape(-1).argsort(stable=True)
+        narrow = torch.uint8 if self.c.experts <= 256 else torch.int16  # a radix sort makes one pass per key byte
+        order = routing.ids.reshape(-1).to(narrow).argsort(stable=True)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=x.device))
         ends = routing.counts.cumsum(0).to(torch.int32)
-        rows: Tensor = _Permute.apply(x, order // k, inverse, k)  # type: ignore[no-untyped-call]
+        source = order // k
+        rows: Tensor = _Permute.apply(x, source, inverse, k)  # type: ignore[no-untyped-call]
+        scale: Tensor = _Reorder.apply(weights.reshape(-1), order, inverse)  # type: ignore[no-untyped-call]
         both = grouped_matmul(rows, torch.cat([self.gate, self.up], -1).to(kind), ends)
         gate, up = both.chunk(2, -1)
-        out = grouped_matmul(functional.silu(gate) * up, self.down.to(kind), ends)
-        back: Tensor = _Unpermute.apply(out, inverse, order)  # type: ignore[no-untyped-call]
-        return (back.view(-1, k, self.c.hidden).float() * weights[..., None]).sum(1).to(kind), routing
+        # The router weight scales the narrow inner activation: the down projection is linear.
+        inner = (functional.silu(gate) * up * scale[:, None]).to(kind)
+        out = grouped_matmul(inner, self.down.to(kind), ends)
+        total: Tensor = _Combine.apply(out, source, inverse, k)  # type: ignore[no-untyped-call]
+        return total.to(kind), routing
 
 
 def balance_loss(routings: list[Routing], experts: int, top_k: int) -> Tensor:

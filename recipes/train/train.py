@@ -53,6 +53,7 @@ class Trainer:
         self.kind = torch.bfloat16 if self.fast else torch.float32
         self.model = Model(config.model).to(device)
         if self.fast:
+            torch.set_float32_matmul_precision("high")  # the router's fp32 product on bf16 inputs
             self.model.compile_blocks()
         self.optimizer = Optimizer(self.model, config.train, self.fast)
         self.token_loss = torch.compile(token_loss, dynamic=False) if self.fast else token_loss

@@ -1,0 +1,69 @@
+"""What leaves the machine: results and recordings in a few files of bounded size."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tarfile
+from pathlib import Path
+from typing import Any
+
+MIB = 1 << 20
+ARCHIVE_BYTES = 15 * MIB
+FILE_LIMIT_BYTES = 10_000_000
+TOTAL_LIMIT_BYTES = 20_000_000
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Replace the file whole."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def sizes(samples: Path) -> dict[str, int]:
+    """Bytes of every recording, by name."""
+    return {path.stem: path.stat().st_size for path in sorted(samples.glob("*.parquet"))}
+
+
+def size_faults(samples: Path) -> list[str]:
+    """What breaks the limits: a file over 10 MB, all files over 20 MB."""
+    found = sizes(samples)
+    faults = [f"{name} has {size:,} bytes" for name, size in found.items() if size > FILE_LIMIT_BYTES]
+    if sum(found.values()) > TOTAL_LIMIT_BYTES:
+        faults.append(f"all recordings together have {sum(found.values()):,} bytes")
+    return faults
+
+
+def archive(samples: Path, bundle: Path) -> list[Path]:
+    """Pack recordings and cards into as few tar files as fit, each under 16 MiB; earlier ones are replaced."""
+    groups: list[list[Path]] = []
+    room = 0
+    for path in sorted(samples.iterdir()):
+        if path.suffix not in (".parquet", ".md"):
+            continue
+        need = path.stat().st_size + 2048
+        if need > room:
+            groups.append([])
+            room = ARCHIVE_BYTES
+        groups[-1].append(path)
+        room -= need
+    for old in bundle.glob("topo-samples-*.tar"):
+        old.unlink()
+    made = []
+    for number, group in enumerate(groups, 1):
+        target = bundle / f"topo-samples-{number}.tar"
+        partial = target.with_suffix(".partial")
+        with tarfile.open(partial, "w") as tar:
+            for path in group:
+                tar.add(path, arcname=path.name)
+        partial.replace(target)
+        made.append(target)
+    return made
+
+
+def copy_into(bundle: Path, files: list[Path]) -> None:
+    """Copy the files that exist."""
+    for path in files:
+        if path.exists() and path.parent != bundle:
+            shutil.copyfile(path, bundle / path.name)

@@ -1,0 +1,120 @@
+"""Default vectors and the shared estimator, from training text (nothing that is recorded or measured later)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional
+
+from recipes.train.data import Windows
+
+from .live import Live, State
+from .predictors import Calibration, Estimator
+
+Batch = Callable[[], Tensor]
+
+
+@torch.no_grad()
+def default_vectors(live: Live, batch: Batch, tokens: int) -> tuple[Tensor, Tensor]:
+    """(dv [layers, experts, hidden] fp32, tokens seen per expert [layers, experts]); unseen experts are zero."""
+    c = live.c
+    sums = torch.zeros(c.layers, c.experts, c.hidden, device=live.device)
+    counts = torch.zeros(c.layers, c.experts, dtype=torch.long, device=live.device)
+
+    def visit(state: State) -> None:
+        rows, order = live.expert_rows(state.layer, state.h, state.ids)
+        flat = state.ids.reshape(-1)
+        sums[state.layer].index_add_(0, flat[order], rows.float())
+        counts[state.layer].index_add_(0, flat, torch.ones_like(flat))
+
+    seen = 0
+    while seen < tokens:
+        ids = batch()
+        live.forward(ids, visit=visit)
+        seen += ids.numel()
+    return sums / counts.clamp(min=1)[..., None], counts
+
+
+class _Pairs:
+    """A `visit` that gathers (q_l, router distribution of l + 1) for a random part of the tokens."""
+
+    def __init__(self, live: Live, calibration: Calibration, rows: Tensor) -> None:
+        self.live, self.calibration, self.rows = live, calibration, rows
+        self.inputs: list[Tensor] = []
+        self.targets: list[Tensor] = []
+
+    def __call__(self, state: State) -> None:
+        """Keep this layer's target for the layer before, and its own input for the layer after."""
+        rows = self.rows
+        if state.layer:
+            self.targets.append(state.scores[rows].softmax(-1))
+        if state.layer + 1 < self.live.c.layers:
+            d = self.calibration.default(state.layer, state.ids[rows], state.weights[rows])
+            self.inputs.append(self.live.moe_input(state.layer + 1, state.r[rows] + d))
+
+
+def train_estimator(
+    live: Live, calibration: Calibration, batch: Batch, seconds: float, sample: int, rate: float = 2e-3
+) -> dict[str, Any]:
+    """Train `calibration.estimator` in place with a KL loss, annealed by elapsed time; returns what was done."""
+    began, share, steps, seen, curve = time.perf_counter(), 0.0, 0, 0, []
+    estimator = calibration.estimator
+    optimizer = torch.optim.AdamW(estimator.parameters(), lr=rate, weight_decay=0.01, betas=(0.9, 0.98))
+    layers = torch.arange(live.c.layers - 1, device=live.device)
+    while share < 1.0:
+        with torch.no_grad():
+            ids = batch()
+            rows = torch.randperm(ids.numel(), device=live.device)[:sample]
+            pairs = _Pairs(live, calibration, rows)
+            live.forward(ids, visit=pairs)
+            q, target = torch.stack(pairs.inputs), torch.stack(pairs.targets)
+        scores = estimator(q, layers).log_softmax(-1)
+        loss = functional.kl_div(scores, target, reduction="none").sum(-1).mean()
+        optimizer.param_groups[0]["lr"] = rate * min(1.0, (steps + 1) / 50) * min(1.0, (1.0 - share) / 0.6)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        steps, seen = steps + 1, seen + len(rows)
+        if steps % 20 == 0 or steps == 1:
+            curve.append({"step": steps, "kl": round(loss.item(), 4)})
+        share = (time.perf_counter() - began) / seconds
+    estimator.requires_grad_(False)
+    return {
+        "seconds": round(time.perf_counter() - began, 1), "steps": steps, "tokens": seen,
+        "parameters": sum(p.numel() for p in estimator.parameters()), "final_kl_nats": round(loss.item(), 4),
+        "curve": curve[:: max(1, len(curve) // 20)],
+    }  # fmt: skip
+
+
+def calibrate(
+    live: Live, windows: Windows, *, shape: tuple[int, int], dv_tokens: int, seconds: float, sample: int, seed: int
+) -> tuple[Calibration, dict[str, Any]]:
+    """Both parts; `shape` is (rows, length) of a batch."""
+    began = time.perf_counter()
+
+    def batch() -> Tensor:
+        return windows.batch(*shape)[0]
+
+    dv, counts = default_vectors(live, batch, dv_tokens)
+    torch.manual_seed(seed)
+    calibration = Calibration(dv, Estimator(live.c).to(live.device))
+    report = {
+        "default_vector_tokens": dv_tokens, "unseen_experts": int((counts == 0).sum()),
+        "default_vector_seconds": round(time.perf_counter() - began, 1), "seed": seed,
+        "text": "windows of the training text, drawn by the seed",
+    }  # fmt: skip
+    report["estimator"] = train_estimator(live, calibration, batch, seconds, sample)
+    return calibration, report
+
+
+def save(calibration: Calibration, path: Path, weights_sha256: str) -> None:
+    """Both parts as one safetensors file."""
+    tensors = {f"estimator.{k}": v.detach().cpu().contiguous() for k, v in calibration.estimator.state_dict().items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({"dv": calibration.dv.cpu(), **tensors}, path, metadata={"weights_sha256": weights_sha256})
