@@ -5,7 +5,6 @@
     │   ├── FileError             exit 2   a file is missing, unreadable, corrupt or of another schema
     │   └── SettingsError         exit 2   a setting is unknown, out of range or contradicts another
     ├── MismatchError             exit 2   two inputs do not belong together (profile and model, trace and model)
-    ├── ReloadRequiredError            exit 2   the change needs the model to be loaded anew
     ├── BudgetError               exit 3   a budget cannot hold what it must; carries the shortfall in bytes
     └── InternalError             exit 1   an invariant of ours is broken: a bug
 
@@ -37,12 +36,6 @@ class SettingsError(UsageError):
 
 class MismatchError(ForeloadError):
     """Two inputs do not belong together."""
-
-    exit_code = 2
-
-
-class ReloadRequiredError(ForeloadError):
-    """The change needs the model to be loaded anew."""
 
     exit_code = 2
 

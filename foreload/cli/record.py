@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,6 +39,9 @@ def record(
     temperature: Annotated[float, typer.Option("--temperature", help="0: greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option("--top-p", help="Draw from the likeliest tokens of this probability.")] = 1.0,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the draws.")] = 0,
+    timings: Annotated[
+        Path | None, typer.Option("--timings", metavar="FILE", help="Also write what ran when, as Parquet.")
+    ] = None,
     settings: SettingsFlag = None,
     profile: ProfileFlag = None,
     device: DeviceFlag = "auto",
@@ -54,12 +58,19 @@ def record(
     from foreload.backend.recorder import read_prompts
     from foreload.backend.recorder import record as run
     from foreload.backend.sampling import Sampling
+    from foreload.backend.timeline import timed
+    from foreload.machine import machine_name
+    from foreload.traces.timings import Timings, write_timings
 
     output = Output(as_json)
     chosen = read_prompts(prompts)[:requests]
     options = engine_options(device, dtype, vram, link, context)
     sampling = Sampling(temperature, top_p, seed)
-    with open_engine(model, options, load_settings(settings), profile, output) as engine, output.progress() as progress:
+    with (
+        open_engine(model, options, load_settings(settings), profile, output) as engine,
+        output.progress() as progress,
+        timed(engine) if timings else nullcontext([]) as spans,
+    ):
         task = progress.add_task("recording", total=len(chosen))
         generations = run(
             engine,
@@ -73,6 +84,10 @@ def record(
             weights=weights,
             progress=lambda done, _: progress.update(task, completed=done),
         )
+    if timings is not None:
+        meta = {"source": "measured", "model": model, "machine": machine_name(), "recording": out.name}
+        write_timings(timings, Timings(tuple(spans), meta))
+        output.note(f"{timings}: {len(spans)} spans written")
     values: dict[str, Any] = {
         "file": str(out),
         "requests": len(generations),
