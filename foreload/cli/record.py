@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -69,8 +69,9 @@ def record(
     with (
         open_engine(model, options, load_settings(settings), profile, output) as engine,
         output.progress() as progress,
-        timed(engine) if timings else nullcontext([]) as spans,
+        ExitStack() as stack,
     ):
+        spans = stack.enter_context(timed(engine)) if timings is not None else []
         task = progress.add_task("recording", total=len(chosen))
         generations = run(
             engine,
