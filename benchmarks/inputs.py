@@ -37,8 +37,11 @@ def profile() -> HardwareProfile:
     """Round figures, labelled assumed; simulated times mean nothing here, only how fast they are found."""
     size, threads = SHAPE.expert_bytes("bfloat16"), 16
     points: list[tuple[str, dict[str, int], float]] = [("copy", {"bytes": size, "pinned": 1}, 170.0)]
-    points += [(name, {}, us) for name, us in (("embed", 10), ("route", 8), ("plan", 10), ("finish", 5), ("head", 60))]
-    points += [("wait", {}, 5.0), ("copy_beside_cpu", {"threads": threads}, 190.0)]
+    points += [(name, {}, us) for name, us in (("embed", 10), ("route", 8), ("finish", 5), ("head", 60), ("wait", 5))]
+    points += [("plan", {"copies": copies}, 10.0 + 5 * copies) for copies in (0, 1)]
+    points += [("after_wait", {"wait_us": wait_us}, us) for wait_us, us in ((0, 60.0), (1000, 90.0))]
+    points += [("after_cpu", {"threads": threads}, 70.0), ("interrupt", {}, 5.0)]
+    points += [("copy_beside_cpu", {"threads": threads}, 190.0)]
     points += [("both", {"gpu": 4, "cpu": 4, "threads": threads}, 560.0)]
     points += [("attention", {"context": context}, us) for context, us in ((1, 25.0), (4096, 40.0))]
     points += [("predict", {"depth": depth}, 6.0 * depth) for depth in (1, 2)]

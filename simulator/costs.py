@@ -164,13 +164,17 @@ class CostModel:
         """What the decoding thread loses when a copy lands and the next is issued while it works."""
         return self.cost("interrupt").host_ns
 
+    @cached_property
+    def _longest_wait_us(self) -> int:
+        return max(m.at.get("wait_us", 0) for m in self.profile.points("after_wait"))
+
     def cold_ns(self, waited_ns: int, cpu_threads: int = 0) -> int:
         """How much longer a layer-step's host blocks take after the host has waited `waited_ns` for copies.
 
         `cpu_threads` above 0: and for that many threads of CPU experts, too.
         """
-        last_us = max(m.at.get("wait_us", 0) for m in self.profile.points("after_wait"))
-        warm, cold = (self.cost("after_wait", at).host_ns for at in (0, min(last_us, waited_ns // 1000)))
+        longest = min(self._longest_wait_us, waited_ns // 1000)
+        warm, cold = (self.cost("after_wait", at).host_ns for at in (0, longest))
         after_cpu = self.cost("after_cpu", 0, cpu_threads).host_ns if cpu_threads else 0
         return max(0, cold - warm, after_cpu - warm)
 
