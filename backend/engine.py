@@ -113,13 +113,13 @@ class Engine:
         self.tokenizer = TextTokenizer(checkpoint.folder)
         if options.device == "cpu":
             torch.set_num_threads(1)
-        self.slab = HostSlab(checkpoint, dtype, options.device == "cuda", progress)
-        decoder = Decoder(checkpoint, self.device, dtype, options.context_tokens)
-        self.pool = SlotPool(self.shape, self.device, dtype)
         compile_policies()
         self._costs = costs
         self.brain = Brain(self.shape, settings, self.capacity, self._split_costs(settings))
+        decoder = Decoder(checkpoint, self.device, dtype, options.context_tokens)
+        self.pool = SlotPool(self.shape, self.device, dtype)
         self.pool.grow(self.brain.slots)
+        self.slab = HostSlab(checkpoint, dtype, options.device == "cuda", progress)  # last: it takes the longest
         self.cpu = CpuExperts(self.slab, self._workers(settings))
         link = self.make_link()
         self.copies = CopyThread(self.brain, self.slab, self.pool, link)
