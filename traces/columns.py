@@ -158,8 +158,9 @@ class TableReader:
 
     def _scalar(self, table: Any, name: str, dtype: Any) -> NDArray[Any]:
         values: NDArray[Any] = self._column(table, name).to_numpy(zero_copy_only=False).astype(dtype)
-        if dtype is np.int32 and len(values) and values.min() < 0:
-            row = int(np.argmax(values < 0))
+        lowest = -1 if name == "token_id" else 0
+        if dtype is np.int32 and len(values) and values.min() < lowest:
+            row = int(np.argmax(values < lowest))
             self._fail(row, name, f"{values[row]} is negative")
         return values
 

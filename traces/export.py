@@ -1,11 +1,15 @@
-"""Recordings as CSV, for other tools."""
+"""Recordings as CSV, and the use of their experts for sglang-kt."""
 
 from __future__ import annotations
 
 import csv
 from pathlib import Path
 
+import numpy as np
+
+from foreload.errors import FileError
 from foreload.files import atomic_path
+from foreload.traces.histogram import Histogram
 from foreload.traces.io import TraceReader
 from foreload.traces.schema import PHASES, Trace
 
@@ -27,6 +31,28 @@ def write_csv(path: Path, reader: TraceReader) -> int:
                 writer.writerows(lines)
                 count += len(lines)
     return count
+
+
+def write_sglang_kt(path: Path, histogram: Histogram) -> int:
+    """Expert frequencies for sglang-kt's `--init-expert-location`; returns the number of layers.
+
+    A `.pt` file with the dict {"logical_count": int32 [1, layers, experts]}. Dense layers are zero; FileError for a MoE
+    layer without a count (readers reject it) or a count over int32.
+    """
+    import torch
+
+    shape, counts = histogram.meta.model_shape(), histogram.counts
+    unused = np.flatnonzero(~counts.any(axis=1))
+    if len(unused):
+        layer = shape.moe_layers[unused[0]]
+        raise FileError(f"{path}: MoE layer {layer} was never used: sglang-kt needs counts in every MoE layer")
+    if counts.max() > np.iinfo(np.int32).max:
+        raise FileError(f"{path}: a count of {counts.max()} does not fit int32")
+    table = np.zeros((1, shape.layers, shape.experts), np.int32)
+    table[0, list(shape.moe_layers)] = counts
+    with atomic_path(path) as partial, partial.open("wb") as file:
+        torch.save({"logical_count": torch.from_numpy(table)}, file)
+    return shape.layers
 
 
 def _lines(trace: Trace, row: int) -> list[tuple[object, ...]]:

@@ -181,6 +181,11 @@ class TraceReader:
         self._files = [_open(part, self.path) for part in _part_paths(self.path)]
         metas = [_metadata(file, self.path) for file in self._files]
         self.meta = metas[0]
+        if self.meta.order == "unknown":
+            raise FileError(
+                f"{self.path}: is a histogram of expert use (order unknown), which cannot be replayed: "
+                "it can say which experts to keep resident (foreload trace info, trace export --format sglang-kt)"
+            )
         for file, meta in zip(self._files, metas, strict=True):
             if meta != self.meta:
                 raise FileError(f"{self.path}: its parts are of different recordings")
@@ -224,6 +229,13 @@ def read_meta(path: Path) -> TraceMeta:
     """The metadata of the recording in `path`; FileError as `TraceReader`."""
     with TraceReader(path) as reader:
         return reader.meta
+
+
+def read_provenance(path: Path) -> TraceMeta:
+    """The metadata of a recording or of a histogram, by its `order`; FileError if it is neither."""
+    path = Path(path)
+    with _open(_part_paths(path)[0], path) as file:
+        return _metadata(file, path)
 
 
 def recover(path: Path) -> Path:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,10 +53,11 @@ class TraceMeta(BaseModel):
     sampling: dict[str, Any]
     machine: str
     software: dict[str, str]
-    seed: int
+    seed: int  # -1: unknown
     subjects: tuple[str, ...] = ()  # one per request, if known
     has_weights: bool = False
     predictions: tuple[PredictionColumn, ...] = ()
+    order: Literal["recorded", "unknown"] = "recorded"  # unknown: a histogram, see `foreload.traces.histogram`
 
     @field_validator("shape")
     @classmethod
@@ -105,7 +106,7 @@ class Trace:
     step: NDArray[np.int32]  # [R] counts forwards over the whole recording
     phase: NDArray[np.int8]  # [R] PREFILL, DECODE or DRAFT_VERIFY
     position: NDArray[np.int32]  # [R] position in its request
-    token_id: NDArray[np.int32]  # [R] the token fed in at that position
+    token_id: NDArray[np.int32]  # [R] the token fed in at that position, -1 = unknown
     accepted: NDArray[np.bool_]  # [R] False for a rejected draft
     experts: NDArray[np.int16]  # [R, L, k] in rank order
     weights: NDArray[np.float16] | None  # [R, L, k]
