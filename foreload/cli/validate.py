@@ -18,6 +18,7 @@ from foreload.cli.engine_options import (
 from foreload.cli.inputs import Inputs, ProfileIn, TraceIn, load_inputs
 from foreload.cli.output import JsonFlag, Output, facts, table
 from foreload.cli.simulate import link_text
+from foreload.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -51,6 +52,8 @@ def validate(
 
     output = Output(as_json)
     inputs = load_inputs(profile, trace, output)
+    if (inputs.trace.token_id < 0).any():
+        raise UsageError(f"{trace}: its token ids are not recorded, and validate runs them: record it with foreload")
     meta = inputs.profile.meta
     longest = int(inputs.trace.position.max(initial=0)) + 2
     link = None if meta.emulated_link_bytes_per_s is None else str(meta.emulated_link_bytes_per_s)
