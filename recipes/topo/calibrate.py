@@ -26,12 +26,15 @@ def default_vectors(live: Live, batch: Batch, tokens: int) -> tuple[Tensor, Tens
     c = live.c
     sums = torch.zeros(c.layers, c.experts, c.hidden, device=live.device)
     counts = torch.zeros(c.layers, c.experts, dtype=torch.long, device=live.device)
+    experts = torch.arange(c.experts, device=live.device)
 
     def visit(state: State) -> None:
         rows, order = live.expert_rows(state.layer, state.h, state.ids)
         flat = state.ids.reshape(-1)
-        sums[state.layer].index_add_(0, flat[order], rows.float())
-        counts[state.layer].index_add_(0, flat, torch.ones_like(flat))
+        # A product with the one-hot matrix: adding row by row would queue on few addresses.
+        chosen = (flat[order] == experts[:, None]).float()
+        sums[state.layer] += chosen @ rows.float()
+        counts[state.layer] += chosen.sum(-1).long()
 
     seen = 0
     while seen < tokens:

@@ -14,6 +14,7 @@ from foreload.traces.io import TraceWriter
 from foreload.traces.schema import DECODE, DRAFT_VERIFY, PREFILL, PredictionColumn, TraceMeta
 from recipes.train.export import END_ID
 
+from .bundle import recompress
 from .decode import Decoder, Kept, PredictionKey, Sampler
 from .live import Live
 from .predictors import Predictor
@@ -39,6 +40,7 @@ class Plan:
     verify_steps: int = 400
     gammas: tuple[int, ...] = (4, 8)
     temperature: float = 0.8
+    verify_temperature: float = 0.0  # 0: greedy
     seed: int = 11
     switch_subjects: tuple[str, ...] = ("code", "prose", "kernel", "instructions")
     predicted_subjects: tuple[str, ...] = ("code", "prose")
@@ -124,14 +126,19 @@ class Recorder:
         prompts = self._prompts(kinds, 3)
         length = min(self.live.c.max_positions, plan.prompt + plan.verify_steps * (gamma + 1) + gamma + 2)
         drafts = [*[ngram] * len(plan.ngram_subjects), draft]
-        verified = verify(self.live, prompts, drafts, gamma, plan.verify_steps, length)
+        seeds = [plan.seed + 200 + i for i in range(len(kinds))]
+        verified = verify(self.live, prompts, drafts, gamma, plan.verify_steps, length, plan.verify_temperature, seeds)
+        never = {"never_drawn": [END_ID]} if plan.verify_temperature else {}
+        how = "greedy" if plan.verify_temperature == 0 else f"temperature {plan.verify_temperature}"
         for row, kind in enumerate(kinds):
             name = "ngram" if row < len(plan.ngram_subjects) else "model"
             mean = round(float(verified.accepted[:, row].double().mean()), 3)
-            what = f"{plan.verify_steps} verify windows of {gamma + 1} tokens, greedy, {name} draft"
-            recording = Recording(f"topo-{title(kind)}-{name}-{gamma}", (kind,), what, 0,
-                                  {"temperature": 0.0, "draft": name, "gamma": gamma},
-                                  {"accepted_per_step": mean})  # fmt: skip
+            what = f"{plan.verify_steps} verify windows of {gamma + 1} tokens, {how}, {name} draft"
+            recording = Recording(
+                f"topo-{title(kind)}-{name}-{gamma}", (kind,), what, seeds[row] if plan.verify_temperature else 0,
+                {"temperature": plan.verify_temperature, "draft": name, "gamma": gamma, **never},
+                {"accepted_per_step": mean, "distinct_8_grams": verified.distinct(row)},
+            )  # fmt: skip
             self._write_windows(recording, prompts, verified, row)
 
     def _decode(
@@ -187,6 +194,7 @@ class Recorder:
                     predictions={key: value[step] for key, value in guesses.items()},
                 )  # fmt: skip
             rows = writer.rows
+        recompress(writer.path)
         self.excerpts[recording.name] = tokens[:80, 0].tolist()
         self.recordings.append(replace(recording, facts={**recording.facts, "rows": rows}))
 
@@ -200,4 +208,5 @@ class Recorder:
                 writer.append(0, step + 1, DRAFT_VERIFY, positions[step], tokens[step], ids[step],
                               accepted=verified.flags(row, step))  # fmt: skip
             rows = writer.rows
+        recompress(writer.path)
         self.recordings.append(replace(recording, facts={**recording.facts, "rows": rows}))

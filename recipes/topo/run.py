@@ -18,7 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ class Scale:
     measure: evaluate.Sizes
 
 
-FULL = Scale("topo", Plan(), 390.0, 130.0, (32, 512), 2_000_000, 25.0, 4096, evaluate.Sizes())
+FULL = Scale("topo", Plan(), 390.0, 130.0, (32, 512), 2_000_000, 25.0, 8192, evaluate.Sizes())
 TINY = Scale("tiny_topo", Plan.tiny(), 6.0, 20.0, (4, 128), 4096, 2.0, 256, evaluate.Sizes.tiny())
 
 
@@ -109,6 +109,11 @@ class Run:
         self.keep()
         print(f"== {name}: {self.result['stages_s'][name]} s, {self.left():.0f} s left", flush=True)
 
+    def budget(self) -> float:
+        """Seconds to train for."""
+        limit = self.args.train_minutes * 60 if self.args.train_minutes else self.scale.train_seconds
+        return max(5.0, min(limit, self.left() - self.scale.reserve_seconds))
+
     def train(self, ids: np.ndarray) -> Model:
         """Train for what the deadline leaves; export; return the model on the CPU."""
         windows = Windows(ids, self.device, self.config.train.seed)
@@ -117,9 +122,15 @@ class Run:
             trainer.warm_up()
         with self.stage("profile"):
             self.result["profile"] = profile_training(trainer, self.out)
-        limit = self.args.train_minutes * 60 if self.args.train_minutes else self.scale.train_seconds
         with self.stage("train", needed=True):
-            self.result["training"] = trainer.run(max(5.0, min(limit, self.left() - self.scale.reserve_seconds)))
+            try:
+                self.result["training"] = trainer.run(self.budget())
+            except RuntimeError as error:  # the loss is not finite: once more, at half the rates
+                self.result["training_retry"] = str(error)
+                t = self.config.train
+                slower = replace(t, matrix_rate=t.matrix_rate / 2, adam_rate=t.adam_rate / 2)
+                trainer = Trainer(replace(self.config, train=slower), windows, self.device)
+                self.result["training"] = trainer.run(self.budget())
         with self.stage("export", needed=True):
             state = {k: v.detach().float().cpu() for k, v in trainer.model.state_dict().items()}
             with torch.device("meta"):
@@ -154,7 +165,8 @@ class Run:
         """All recordings."""
         meta = trace_meta(self.config.name, self.config.model, self.out / "weights/model.safetensors",
                           self.args.tokenizer / "tokenizer.json")  # fmt: skip
-        recorder = Recorder(live, predictor, texts, self.scale.plan, meta, self.out / "samples")
+        plan = replace(self.scale.plan, verify_temperature=self.args.verify_temperature)
+        recorder = Recorder(live, predictor, texts, plan, meta, self.out / "samples")
         with self.stage("record_subjects"):
             recorder.subjects()
         with self.stage("record_predictions"):
@@ -223,6 +235,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--weights", type=Path, help="an earlier OUT/weights: no training")
     parser.add_argument("--deadline-minutes", type=float, default=9.6)
     parser.add_argument("--train-minutes", type=float, default=0.0, help="at most so long (default 6.5)")
+    parser.add_argument("--verify-temperature", type=float, default=0.0, help="0 (default): greedy verification")
     parser.add_argument("--tiny", action="store_true")
     return parser.parse_args()
 

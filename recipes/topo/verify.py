@@ -1,4 +1,9 @@
-"""Greedy speculative decoding of several sequences in step: drafts, one verify forward, acceptance."""
+"""Speculative decoding of several sequences in step: drafts, one verify forward, acceptance.
+
+The target's token of every position is its first choice (greedy) or, at a temperature, its draw by the Gumbel rule
+with noise fixed per position: either way a draft is accepted if it is that token, so the text does not depend on
+drafts, and acceptance of these drafts (which propose one token, not a distribution) follows the rejection rule.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from recipes.train.export import END_ID
 from recipes.train.model import Model
 
 from .decode import Decoder, Kept
@@ -76,16 +82,50 @@ class Verified:
         count, width = int(self.accepted[step, row]), self.kept.tokens.shape[-1]
         return [place <= count for place in range(width)]
 
+    def distinct(self, row: int, size: int = 8) -> float:
+        """Share of distinct runs of `size` tokens in the emitted text: near 0 where it repeats itself."""
+        text: list[int] = []
+        for step, count in enumerate(self.accepted[:, row].tolist()):
+            text += self.kept.tokens[step, row, : count + 1].tolist()
+        runs = [tuple(text[i : i + size]) for i in range(len(text) - size + 1)]
+        return round(len(set(runs)) / max(1, len(runs)), 3)
+
+
+class _Target:
+    """The target's token after each position."""
+
+    def __init__(self, live: Live, rows: int, length: int, temperature: float, seeds: list[int]) -> None:
+        self.temperature, self.noise = temperature, None
+        self.row = torch.arange(rows, device=live.device)[:, None]
+        if temperature > 0:
+            noise = torch.empty(rows, length + 1, live.c.vocabulary)
+            for row, seed in enumerate(seeds):
+                noise[row] = torch.rand(noise.shape[1:], generator=torch.Generator().manual_seed(seed))
+            self.noise = noise.to(live.device).clamp_(1e-20, 1 - 1e-7).log_().neg_().log_().neg_()
+
+    def __call__(self, logits: Tensor, positions: Tensor) -> list[list[int]]:
+        """Tokens [B, n] from logits [B, n, V] of positions [B, n]."""
+        if self.noise is not None:
+            logits = logits / self.temperature + self.noise[self.row, positions + 1]
+            logits[..., END_ID] = float("-inf")
+        tokens: list[list[int]] = logits.argmax(-1).tolist()
+        return tokens
+
 
 @torch.no_grad()
-def verify(live: Live, prompts: Tensor, drafts: list[Draft], gamma: int, steps: int, length: int) -> Verified:
-    """Greedy speculative decoding: `steps` verify windows of gamma + 1 tokens after prompts [B, P]."""
+def verify(
+    live: Live, prompts: Tensor, drafts: list[Draft], gamma: int, steps: int, length: int, temperature: float = 0.0,
+    seeds: list[int] | None = None,
+) -> Verified:  # fmt: skip
+    """Speculative decoding: `steps` verify windows of gamma + 1 tokens after prompts [B, P]; temperature 0: greedy."""
     rows, prompt = prompts.shape
     decoder = Decoder(live, rows, gamma + 1, length, steps)
     logits, prompt_ids, _ = decoder.prefill(prompts.to(live.device))
     decoder.capture()
     histories = [list(map(int, row)) for row in prompts.tolist()]
-    pending = [int(t) for t in logits.argmax(-1).tolist()]
+    target = _Target(live, rows, length, temperature, seeds or list(range(rows)))
+    last = torch.full((rows, 1), prompt - 1, device=live.device)
+    pending = [tokens[0] for tokens in target(logits[:, None], last)]
     accepted = torch.zeros(steps, rows, dtype=torch.long)
     span = torch.arange(gamma + 1)
     for step in range(steps):
@@ -101,7 +141,7 @@ def verify(live: Live, prompts: Tensor, drafts: list[Draft], gamma: int, steps: 
         decoder.tokens.copy_(fed)
         decoder.positions.copy_(starts[:, None] + span)
         decoder.step()
-        targets = decoder.logits.argmax(-1).tolist()
+        targets = target(decoder.logits, decoder.positions)
         for row in range(rows):
             count = 0
             while count < gamma and targets[row][count] == proposals[row][count]:
@@ -111,5 +151,4 @@ def verify(live: Live, prompts: Tensor, drafts: list[Draft], gamma: int, steps: 
             pending[row] = int(targets[row][count])
     if max(len(history) for history in histories) + 1 > length - gamma:
         raise RuntimeError(f"a sequence outgrew the cache of {length} tokens")
-    assert prompt == prompt_ids.shape[2]
     return Verified(prompt_ids.cpu(), decoder.kept(steps), accepted)

@@ -50,17 +50,16 @@ class _Reorder(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Sum of each token's `top_k` rows, in fp32; the gradient is one gather, nothing of the rows is kept."""
+    """Sum of each token's `top_k` rows, added in fp32; the gradient is one gather, nothing of the rows is kept."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, source: Tensor, inverse: Tensor, top_k: int) -> Tensor:
         ctx.save_for_backward(source)
-        ctx.kind = y.dtype
-        return y[inverse].view(-1, top_k, y.shape[-1]).float().sum(1)
+        return y[inverse].view(-1, top_k, y.shape[-1]).float().sum(1).to(y.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return grad.to(ctx.kind)[ctx.saved_tensors[0]], None, None, None
+        return grad[ctx.saved_tensors[0]], None, None, None
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -111,7 +110,7 @@ class GroupedExperts(nn.Module):
         inner = (functional.silu(gate) * up * scale[:, None]).to(kind)
         out = grouped_matmul(inner, self.down.to(kind), ends)
         total: Tensor = _Combine.apply(out, source, inverse, k)  # type: ignore[no-untyped-call]
-        return total.to(kind), routing
+        return total, routing
 
 
 def balance_loss(routings: list[Routing], experts: int, top_k: int) -> Tensor:

@@ -59,12 +59,12 @@ class Attention(nn.Module):
         batch, length, _ = x.shape
         kind = x.dtype
 
-        def heads(weight: Tensor) -> Tensor:
-            return functional.linear(x, weight.to(kind)).view(batch, length, -1, self.c.head_dim).transpose(1, 2)
-
-        q = rotate(rms_norm(heads(self.q), self.q_norm, self.c.eps), cos, sin).to(kind)
-        k = rotate(rms_norm(heads(self.k), self.k_norm, self.c.eps), cos, sin).to(kind)
-        out = functional.scaled_dot_product_attention(q, k, heads(self.v), is_causal=True, enable_gqa=True)
+        weight = torch.cat([self.q, self.k, self.v]).to(kind)  # one product: x is read once
+        qkv = functional.linear(x, weight).view(batch, length, -1, self.c.head_dim).transpose(1, 2)
+        q, k, v = qkv.split([self.c.heads, self.c.kv_heads, self.c.kv_heads], 1)
+        q = rotate(rms_norm(q, self.q_norm, self.c.eps), cos, sin).to(kind)
+        k = rotate(rms_norm(k, self.k_norm, self.c.eps), cos, sin).to(kind)
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return functional.linear(out.transpose(1, 2).reshape(batch, length, -1), self.o.to(kind))
 
 
