@@ -8,12 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
 
-from benchmarks import simulator, traces
+from benchmarks import curves, simulator, traces
 from benchmarks.timing import Rate
 from foreload.cli.output import table
 from foreload.machine import machine_name, software
 
-BENCHMARKS: Mapping[str, Callable[[], list[Rate]]] = {"simulator": simulator.run, "traces": traces.run}
+BENCHMARKS: Mapping[str, Callable[[], list[Rate]]] = {
+    "curves": curves.run,
+    "simulator": simulator.run,
+    "traces": traces.run,
+}
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -11,6 +11,7 @@ WIDTH = 860
 LABEL = 150  # pixels left of the bars
 WORK = ("#0f766e", "#0369a1", "#475569", "#4d7c0f", "#5eaaa8", "#7c93ab", "#6d5fb0", "#94a3b8", "#2f855a", "#1e3a5f")
 STALL = ("#b91c1c", "#d97706", "#e11d74", "#92400e", "#f59e0b")
+LINES = ("#0f766e", "#0369a1", "#b45309", "#6d5fb0", "#475569", "#b91c1c", "#4d7c0f", "#9d174d", "#94a3b8")
 DEFAULT_COLOUR, TUNED_COLOUR = "#94a3b8", "#0f766e"
 _INK, _GREY, _RULE = "#1f2937", "#6b7280", "#e5e7eb"
 
@@ -158,3 +159,38 @@ def columns(title: str, labels: Sequence[str], series: Mapping[str, Sequence[flo
         x += 40 + 7.2 * len(name)
     body.append(_text(WIDTH, top + height + 36, "MoE layer", "end", _GREY, 12))
     return _svg(WIDTH, top + height + 42, title, body)
+
+
+def lines(
+    title: str, at: Sequence[float], series: Mapping[str, Sequence[float]], x_name: str, dashed: Sequence[str] = ()
+) -> str:
+    """One line per series of shares (0 to 1) over the values `at`, with a legend below; NaN leaves a gap."""
+    left, right, top, height = 46, 16, 10, 230
+    low, high = min(at), max(at)
+    scale = (WIDTH - left - right) / ((high - low) or 1)
+    body = []
+    for share in (0, 0.25, 0.5, 0.75, 1):
+        y = top + height * (1 - share)
+        body.append(f'<line x1="{left}" x2="{WIDTH - right}" y1="{y:.1f}" y2="{y:.1f}" stroke="{_RULE}"/>')
+        body.append(_text(left - 6, y + 4, f"{share:.0%}", "end", _GREY, 12))
+    for value in [value for value in ticks(high, 8) if value >= low]:
+        body.append(_text(left + (value - low) * scale, top + height + 18, f"{value:g}", "middle", _GREY, 12))
+    colours = dict(zip(series, (LINES * len(series))[: len(series)], strict=True))
+    for name, values in series.items():
+        points = [(left + (x - low) * scale, top + height * (1 - y)) for x, y in zip(at, values, strict=True)]
+        dash = ' stroke-dasharray="5 4"' if name in dashed else ""
+        body.append(_path(name, points, colours[name], dash))
+    body.append(_text(WIDTH - right, top + height + 36, x_name, "end", _GREY, 12))
+    return _svg(WIDTH, top + height + 36 + _legend(body, colours, top + height + 54), title, body)
+
+
+def _path(name: str, points: Sequence[tuple[float, float]], colour: str, dash: str) -> str:
+    """A line through `points`, broken where a value is NaN; a point without neighbours is a dot."""
+    parts, pen = [], False
+    for x, y in points:
+        known = y == y
+        if known:
+            parts.append(f"{'L' if pen else 'M'}{x:.1f} {y:.1f}" + ("" if pen else "h.1"))
+        pen = known
+    drawn = f'fill="none" stroke="{colour}" stroke-width="2" stroke-linejoin="round" stroke-linecap="round"{dash}'
+    return f'<path d="{" ".join(parts)}" {drawn}><title>{escape(name)}</title></path>'

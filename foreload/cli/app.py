@@ -12,7 +12,18 @@ from typing import Annotated, Any
 
 import typer
 
-from foreload.cli import demo, profile, record, report, run_model, simulate, trace, tune, validate
+from foreload.cli import (
+    demo,
+    profile,
+    record,
+    report,
+    run_model,
+    simulate,
+    trace,
+    trace_analyze,
+    tune,
+    validate,
+)
 from foreload.errors import BudgetError, ForeloadError
 
 COMMANDS: Mapping[str, Callable[..., None]] = {
@@ -58,6 +69,7 @@ def _root(
 
 for _name, _command in COMMANDS.items():
     app.command(_name)(_command)
+trace.app.command()(trace_analyze.analyze)
 for _name, _group in GROUPS.items():
     app.add_typer(_group, name=_name)
 
