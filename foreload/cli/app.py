@@ -21,6 +21,7 @@ from foreload.cli import (
     simulate,
     trace,
     trace_analyze,
+    trace_synthesize,
     tune,
     validate,
 )
@@ -69,7 +70,8 @@ def _root(
 
 for _name, _command in COMMANDS.items():
     app.command(_name)(_command)
-trace.app.command()(trace_analyze.analyze)
+for _command in (trace_analyze.analyze, trace_synthesize.synthesize):
+    trace.app.command()(_command)
 for _name, _group in GROUPS.items():
     app.add_typer(_group, name=_name)
 
