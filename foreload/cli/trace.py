@@ -170,7 +170,8 @@ def _show(console: Console, values: dict[str, Any]) -> None:
     shown = {
         "model": f"{values['model']} (shape {values['shape_hash']})",
         "routing": f"{values['moe_layers']} MoE layers, {values['experts']} experts, top {values['top_k']}",
-        "recorded by": f"{values['source']} on {values['machine']}, seed {values['seed']}",
+        "recorded by": f"{values['source']} on {values['machine']}, "
+        f"seed {'unknown' if values['seed'] < 0 else values['seed']}",
         "requests": f"{values['requests']}",
         "steps": f"{values['steps']} ({values['decode_rows']} decoded tokens, {values['rows']} rows)",
         "router weights": "yes" if values["weights"] else "no",

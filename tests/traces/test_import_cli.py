@@ -45,7 +45,7 @@ def test_import_by_sizes(files: list[str], tmp_path: Path, capsys: Any) -> None:
     assert "1 requests, 1 steps, 1 rows" in shown
     assert "recorded by another program" in shown
     assert main(["trace", "info", str(tmp_path / "out.parquet")]) == 0
-    assert "import jsonl" in capsys.readouterr().out
+    assert "import jsonl on unknown, seed unknown" in capsys.readouterr().out
 
 
 def test_import_by_model_and_moe_layers(files: list[str], tmp_path: Path, capsys: Any) -> None:

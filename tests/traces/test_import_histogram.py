@@ -96,6 +96,7 @@ BAD = {
     "experts": (gguf(changed(blk_2=np.ones((7, 1)))), "counts of 7 experts: the model has 8"),
     "negative": (gguf(changed(blk_2=np.full((8, 1), -1.0))), "expert 0: a count of -1.0"),
     "nan": (gguf(changed(blk_2=np.full((8, 1), np.nan))), "expert 0: a count of nan"),
+    "huge": (gguf(changed(blk_2=np.full((8, 1), 1e30))), "expert 0: a count of 1.0"),
     "type": (gguf(tensors(), tensor_type=1), "tensor type 1: float32 (0) is needed"),
     "dense": (gguf({**tensors(), "blk.0.ffn_up_exps.weight.counts": np.ones((8, 1))}), "layer 0 is no MoE layer"),
     "damaged": (b"GGUF" + struct.pack("<IQQQ", 3, 1, 1, 1 << 40), "GGUF file is damaged: a length of"),

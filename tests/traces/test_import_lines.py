@@ -98,9 +98,9 @@ BAD_JSONL = {
     "token again": ([*GOOD, GOOD[0]], "line 10: token 0 follows token 2: it is complete"),
     "phase": (with_record(4, phase="x"), "line 5: phase is 'x': phases are prefill, decode"),
     "phase changes": (with_record(4, phase="prefill"), "line 5: token 1 changes its phase or token id between layers"),
-    "t": (with_record(4, t=-1), "line 5: t is -1: a whole number of at least 0"),
+    "t": (with_record(4, t=-1), "line 5: t is -1: a whole number from 0 to 2147483647"),
     "no t": ([{"layer": 1, "experts": [1, 2]}], "line 1: t is None"),
-    "large t": ([{**r, "t": 2**31} for r in GOOD[:3]], "row 0: position 2147483648 does not fit"),
+    "large t": ([{**r, "t": 2**31} for r in GOOD[:3]], "line 1: t is 2147483648: a whole number from 0 to 2147483647"),
     "truncated tail": (GOOD[:-1], "line 8: the file ends here, but token 2 of request 0 has 2 of 3 layers: layer 3"),
     "gap": ([r for r in GOOD if r is not GOOD[1]], "line 8: the file ends here, but token 0 of request 0 has 2 of 3"),
 }

@@ -88,6 +88,7 @@ BAD_VLLM = {
     "too many": (changed(routing(4), 0, 2, [1, 2, 3]), "row 0, layer 3: 3 experts: the model takes 2"),
     "too few": (changed(routing(4), 0, 2, [1]), "row 0, layer 3: 1 experts: the model takes 2"),
     "no ids": (changed(routing(4), 0, 2, ["a", 1]), "row 0, layer 3: experts is ['a', 1]: a list of whole numbers"),
+    "large": (changed(routing(4), 0, 2, [2**70, 1]), "row 0, layer 3: experts is [1180591620717411303424, 1]"),
     "a layer less": ([*routing(2).tolist(), routing(1)[0].tolist()[:2]], "row 2: 2 MoE layers: the model has 3"),
     "text": ("AAAA", "neither nested lists nor base64 of a .npy file"),
     "floats": (npy(routing(2))[:40], "neither nested lists nor base64 of a .npy file"),
@@ -115,6 +116,8 @@ def test_bad_vllm(name: str, imported: Any, tmp_path: Path) -> None:
         ('{"id": 1}', "line 1: field 'choices' is missing"),
         ('{"choices": []}\n{"choi', "line 2: not valid JSON (the file ends within it: truncated?)"),
         ('{"choices": []}', "holds no rows to import"),
+        ('{"choices": [3]}', "line 1, choices[0]: an object is needed, got 3"),
+        ('{"choices": [], "usage": {"prompt_tokens": true}}', "line 1: usage.prompt_tokens is True"),
         (json.dumps(vllm_reply(routing(3).tolist(), prompt_token_ids=[1])), "3 rows for 1 token ids"),
     ],
 )
@@ -175,6 +178,9 @@ BAD_SGLANG = {
     "not asked": ({"meta_info": {"prompt_tokens": 1, "completion_tokens": 1}}, "field 'routed_experts' is missing"),
     "no counts": ({"meta_info": {"routed_experts": ""}}, "prompt_tokens is None"),
     "other reply": ({"text": ""}, "is this a reply of SGLang?"),
+    "no choice": ({"choices": [3], "usage": {"prompt_tokens": 3}}, "choices[0]: an object is needed, got 3"),
+    "no extension": ({"choices": [{}], "usage": {"prompt_tokens": 3}}, "choices[0].sgl_ext: an object is needed"),
+    "no usage": ({"choices": [{}], "usage": {"prompt_tokens": 3, "completion_tokens": "x"}}, "completion_tokens is"),
     "ambiguous": (
         {
             "choices": [{"sgl_ext": {"routed_experts": int32(routing(4))}}] * 2,

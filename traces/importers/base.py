@@ -18,6 +18,7 @@ from foreload.shape import ModelShape
 from foreload.traces.schema import PHASES
 
 UNKNOWN_TOKEN = -1
+LIMIT = 1 << 31
 
 
 @dataclass(frozen=True)
@@ -107,22 +108,29 @@ def check_block(source: Source, block: Block) -> None:
         problem = problem_of(block.experts[row, index].tolist(), shape)
         raise source.error(block.where, f"row {block.row(row)}, layer {shape.moe_layers[index]}: {problem}")
     for name, values, lowest in (("position", block.position, 0), ("token id", block.token_id, UNKNOWN_TOKEN)):
-        if values is not None and n and not lowest <= values.min() <= values.max() < 2**31:
-            row = int(np.argmax((values < lowest) | (values >= 2**31)))
+        if values is not None and n and not lowest <= values.min() <= values.max() < LIMIT:
+            row = int(np.argmax((values < lowest) | (values >= LIMIT)))
             raise source.error(block.where, f"row {block.row(row)}: {name} {values[row]} does not fit")
 
 
 def whole(source: Source, where: str, name: str, value: Any, lowest: int = 0) -> int:
-    """`value` as a whole number of at least `lowest`; FileError otherwise."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < lowest:
-        raise source.error(where, f"{name} is {_shown(value)}: a whole number of at least {lowest} is needed")
+    """`value` as a whole number of at least `lowest` that fits int32; FileError otherwise."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not lowest <= value < LIMIT:
+        raise source.error(where, f"{name} is {_shown(value)}: a whole number from {lowest} to {LIMIT - 1} is needed")
     return int(value)
 
 
+def mapping(source: Source, where: str, value: Any) -> dict[str, Any]:
+    """`value` as an object with named fields; FileError otherwise."""
+    if not isinstance(value, dict):
+        raise source.error(where, f"an object is needed, got {_shown(value)}")
+    return value
+
+
 def id_list(source: Source, where: str, name: str, value: Any) -> list[int]:
-    """`value` as a list of whole numbers; FileError otherwise."""
+    """`value` as a list of whole numbers that fit int32; FileError otherwise."""
     listed = value.tolist() if isinstance(value, np.ndarray) else value
-    if not isinstance(listed, list) or any(type(one) is not int for one in listed):
+    if not isinstance(listed, list) or any(type(one) is not int or not -LIMIT <= one < LIMIT for one in listed):
         raise source.error(where, f"{name} is {_shown(value)}: a list of whole numbers is needed")
     return listed
 

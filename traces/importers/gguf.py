@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import struct
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
@@ -24,6 +25,7 @@ class Gguf:
 
     def __init__(self, source: Source, file: BinaryIO) -> None:
         self._source, self._file = source, file
+        self._size = os.fstat(file.fileno()).st_size
         version, tensors, pairs = self._unpack("I"), 0, 0
         if version not in (2, 3):
             raise source.error("", f"GGUF version {version}: 2 and 3 are known")
@@ -49,6 +51,8 @@ class Gguf:
     def floats(self, name: str) -> NDArray[np.float32]:
         """A tensor of float32, flat; FileError if it is of another type or cut."""
         dims, kind, offset = self._index[name]
+        if offset >= self._size:
+            raise self._source.error(name, "GGUF file ends early: truncated")
         if kind != F32:
             raise self._source.error(name, f"tensor type {kind}: float32 ({F32}) is needed")
         self._file.seek(self._data + offset)

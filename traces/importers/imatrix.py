@@ -11,6 +11,7 @@ from foreload.traces.importers.base import Counts, Source
 from foreload.traces.importers.gguf import MAGIC, Gguf
 from foreload.traces.importers.json_files import unreadable
 
+_LARGEST = 2.0**53
 _COUNTS = re.compile(r"blk\.(\d+)\.ffn_(gate|gate_up|up|down)_(?:ch)?exps\.weight\.counts")
 
 
@@ -58,7 +59,7 @@ def _counts(source: Source, gguf: Gguf) -> NDArray[np.int64]:
 
 
 def _whole(source: Source, name: str, values: NDArray[np.float32]) -> NDArray[np.int64]:
-    bad = ~np.isfinite(values) | (values < 0)
+    bad = ~(values >= 0) | (values > _LARGEST)
     if bad.any():
         row = int(np.argmax(bad))
         raise source.error(name, f"expert {row}: a count of {values[row]}")

@@ -75,6 +75,6 @@ def _parquet(source: Source) -> Iterator[tuple[str, Mapping[str, Any], Mapping[s
                 for value in batch.to_pylist():
                     yield f"row {row}", value, names
                     row += 1
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         line = " ".join(str(error).split())[:160]
         raise source.error(f"after row {row - 1}" if row else "", f"not Parquet, or truncated: {line}") from error

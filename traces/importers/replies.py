@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foreload.traces.importers.base import UNKNOWN_TOKEN, Block, Blocks, Source, id_list, whole
+from foreload.traces.importers.base import UNKNOWN_TOKEN, Block, Blocks, Source, id_list, mapping, whole
 from foreload.traces.importers.json_files import documents
 from foreload.traces.schema import DECODE, PREFILL
 
@@ -40,7 +40,8 @@ def _vllm(source: Source) -> Iterator[Block]:
         choices = reply.get("choices")
         if not isinstance(choices, list):
             raise source.error(place, "field 'choices' is missing: is this a reply of vLLM?")
-        for index, choice in enumerate(choices):
+        for index, one in enumerate(choices):
+            choice = mapping(source, f"{place}, choices[{index}]", one)
             where = f"{place}, choices[{index}].routed_experts"
             rows = _nested(source, where, choice.get("routed_experts"))
             if len(rows):
@@ -151,9 +152,12 @@ def _sglang_parts(
         raise source.error(place, "neither 'meta_info' nor 'choices' and 'usage': is this a reply of SGLang?")
     prompt = whole(source, place, "usage.prompt_tokens", usage.get("prompt_tokens"))
     alone = usage.get("completion_tokens") if len(choices) == 1 else None
+    if alone is not None:
+        alone = whole(source, place, "usage.completion_tokens", alone)
     for index, choice in enumerate(choices):
-        holder = choice.get("sgl_ext") or {}
-        yield f"{place}, choices[{index}].sgl_ext", holder, prompt, alone
+        where = f"{place}, choices[{index}]"
+        holder = mapping(source, f"{where}.sgl_ext", mapping(source, where, choice).get("sgl_ext"))
+        yield f"{where}.sgl_ext", holder, prompt, alone
 
 
 def _int32(source: Source, where: str, text: Any) -> Ids:
