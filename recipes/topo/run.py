@@ -18,7 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +79,14 @@ class Run:
         self.kind = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         self.config = Config.load(CONFIGS / f"{self.scale.config}.json")
         self.result: dict[str, Any] = {
-            "machine": machine(), "software": software(), "tiny": bool(args.tiny), "stages_s": {}, "errors": {},
-        }  # fmt: skip
+            "tiny": bool(args.tiny),
+            "machine": machine(),
+            "software": software(),
+            "shape": asdict(self.config.model),
+            "quality_prompt": self.scale.measure.prompt,
+            "stages_s": {},
+            "errors": {},
+        }
 
     def left(self) -> float:
         """Seconds until the deadline."""
@@ -138,8 +144,6 @@ class Run:
             model.load_state_dict(state, assign=True)
             export(self.config, model.requires_grad_(False), self.args.tokenizer, self.out / "weights")
             self.result["weights_sha256"] = sha256(self.out / "weights/model.safetensors")
-            self.result["parameters"] = sum(p.numel() for p in model.parameters())
-            self.result["active_parameters"] = self.config.model.active_parameters
         return model
 
     def loaded(self) -> Model:
@@ -201,6 +205,8 @@ class Run:
         with self.stage("load", needed=True):
             ids, texts = load_ids(self.args.data / "train.bin.xz"), Texts(self.args.data)
         model = self.loaded() if self.args.weights else self.train(ids)
+        self.result["parameters"] = sum(p.numel() for p in model.parameters())
+        self.result["active_parameters"] = self.config.model.active_parameters
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
