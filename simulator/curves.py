@@ -124,8 +124,8 @@ class StepKeeper:
 def curves(steps: Steps, policies: Sequence[str] = POLICIES, seed: int = 0) -> Curves:
     """Hits of `policies` at every slot count, layer by layer. UsageError names a policy that is unknown.
 
-    All begin with an empty cache. `static` keeps each layer's most demanded experts of these very steps and no others:
-    the first demand of each is a miss.
+    All begin with an empty cache. `static` keeps each layer's most demanded experts of these very steps and no others,
+    from their first demand or prompt on.
     """
     unknown = [policy for policy in policies if policy not in POLICIES]
     if unknown:
@@ -134,12 +134,12 @@ def curves(steps: Steps, policies: Sequence[str] = POLICIES, seed: int = 0) -> C
     hits = {policy: np.zeros((meta.moe_layers, meta.experts + 1), np.int64) for policy in policies}
     demanded = np.zeros(meta.moe_layers, np.int64)
     for layer, ids in enumerate(_layers(steps)):
-        uses = np.zeros(meta.experts, np.int64)
-        count_demand(ids, steps.starts, steps.counted, uses)
+        uses, cold = np.zeros((2, meta.experts), np.int64)
+        count_demand(ids, steps.starts, steps.chunk, steps.counted, uses, cold)
         demanded[layer] = uses.sum()
         for policy in policies:
             if policy == "static":
-                hits[policy][layer, 1:] = np.cumsum(np.sort(np.maximum(uses - 1, 0))[::-1])
+                hits[policy][layer, 1:] = np.cumsum((uses - cold)[np.argsort(-uses, kind="stable")])
                 continue
             order = ORDERS[policy]
             future = np.empty(ids.shape if order == BELADY else (0, ids.shape[1]), np.int32)

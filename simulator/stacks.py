@@ -29,16 +29,25 @@ class History(NamedTuple):
 
 @njit(cache=True)
 def count_demand(
-    ids: NDArray[np.int16], starts: NDArray[np.int64], counted: NDArray[np.bool_], uses: NDArray[np.int64]
+    ids: NDArray[np.int16],
+    starts: NDArray[np.int64],
+    chunk: NDArray[np.int64],
+    counted: NDArray[np.bool_],
+    uses: NDArray[np.int64],
+    cold: NDArray[np.int64],
 ) -> None:
-    """Add to uses [E] the counted steps that demand each expert; ids [R, k]."""
+    """Add to uses [E] the counted steps that demand each expert; ids [R, k].
+
+    cold [E] becomes 1 where the first of them comes before any prompt whose last chunk has the expert.
+    """
     seen = np.full(len(uses), -1)
     for at in range(len(counted)):
-        for row in range(starts[at], starts[at + 1]):
+        for row in range(starts[at] if counted[at] else chunk[at], starts[at + 1]):
             for expert in ids[row]:
                 if counted[at] and seen[expert] < at:
-                    seen[expert] = at
                     uses[expert] += 1
+                    cold[expert] |= seen[expert] < 0
+                seen[expert] = at
 
 
 @njit(cache=True)

@@ -113,7 +113,7 @@ def _show(console: Console, path: Path, found: Statistics, curves: Curves) -> No
         "tokens": f"{found.tokens} in {found.requests} requests",
     }
     console.print(facts(str(path), head | overall, f"{SOURCE}, mean over layers; reuse in tokens"))
-    names = list(LAYER_COLUMNS)[:9]
+    names = [name for name in LAYER_COLUMNS if name != "effective_experts" and not name.endswith("cosine")]
     console.print(table("Per layer", [LAYER_COLUMNS[n] for n in names], cells(found.layers[names]), SOURCE))
     if len(found.predictions):
         columns = ("predictor", "depth", "recall at k", "of router weight", "recall at 2k")

@@ -13,7 +13,7 @@ from foreload.settings import Settings
 from foreload.simulator import belady_loads, load_requests, lru_hits
 from foreload.simulator.curves import POLICIES, curve_steps, curves, slot_points
 from foreload.simulator.replay import replay
-from foreload.traces.schema import DRAFT_VERIFY
+from foreload.traces.schema import DRAFT_VERIFY, PREFILL
 
 
 def random_case(seed, experts, repeat, prompt, tokens=12):
@@ -64,16 +64,22 @@ def keeps_best(demands, capacity, rank):
 
 
 @pytest.mark.unit
-def test_static_keeps_the_most_demanded_and_pays_for_its_first_use():
-    shape, trace, found = random_case(3, 9, 0.4, 0)
+@pytest.mark.parametrize("prompt", [0, 2])
+def test_static_keeps_the_most_demanded_and_pays_for_its_first_use(prompt):
+    shape, trace, found = random_case(3, 9, 0.4, prompt)
     for layer in range(shape.n_moe_layers):
-        demands = [set(row) for row in trace.experts[:, layer].tolist()]
-        uses = Counts(expert for demand in demands for expert in demand)
+        rows = [
+            (phase == PREFILL, set(row))
+            for phase, row in zip(trace.phase, trace.experts[:, layer].tolist(), strict=True)
+        ]
+        uses = Counts(expert for in_prompt, demand in rows if not in_prompt for expert in sorted(demand))
         for size in range(10):
-            listed = {expert for expert, _ in uses.most_common(size)}
-            loads = [{e for e in demand if e not in listed} for demand in demands]
-            misses = sum(map(len, loads)) + len(listed)
-            assert found.hits["static"][layer, size] == found.demanded[layer] - misses
+            listed = set(sorted(uses, key=lambda expert: (-uses[expert], expert))[:size])
+            kept, hits = set(), 0
+            for in_prompt, demand in rows:
+                hits += 0 if in_prompt else len(kept & demand)
+                kept |= demand & listed
+            assert found.hits["static"][layer, size] == hits
 
 
 @pytest.mark.unit
