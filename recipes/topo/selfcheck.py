@@ -192,6 +192,9 @@ def check_measures(live: Live) -> None:
     tokens = torch.randint(1, 4096, (1, 20), generator=torch.Generator().manual_seed(6))
     dv = torch.randn(live.c.layers, live.c.experts, live.c.hidden)
     predictor = Predictor(live, Calibration(dv, Estimator(live.c).requires_grad_(False)))
+    ids, share = torch.tensor([[1, 2], [3, 0]]), torch.tensor([[0.6, 0.4], [0.7, 0.3]])
+    gathered = (dv[1][ids] * share[..., None]).sum(1)
+    _close("weighted default vectors", predictor.calibration.default(1, ids, share), gathered)
     kinds = [None, *["quasi_hidden"] * (live.c.layers - 1)]
     exact = live.logits(live.forward(tokens))
     same = live.logits(live.forward(tokens, choose=Speculation(predictor, kinds, torch.zeros(20, dtype=torch.bool))))
