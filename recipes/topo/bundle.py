@@ -50,9 +50,7 @@ def archive(samples: Path, bundle: Path) -> list[Path]:
             room = ARCHIVE_BYTES
         groups[-1].append(path)
         room -= need
-    for old in bundle.glob("topo-samples-*.tar"):
-        old.unlink()
-    made = []
+    made: list[Path] = []
     for number, group in enumerate(groups, 1):
         target = bundle / f"topo-samples-{number}.tar"
         partial = target.with_suffix(".partial")
@@ -61,6 +59,8 @@ def archive(samples: Path, bundle: Path) -> list[Path]:
                 tar.add(path, arcname=path.name)
         partial.replace(target)
         made.append(target)
+    for old in set(bundle.glob("topo-samples-*.tar")) - set(made):
+        old.unlink()
     return made
 
 

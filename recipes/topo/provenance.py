@@ -81,7 +81,11 @@ def card(recording: Recording, meta: TraceMeta, weights_sha256: str, bits: dict[
         ("made by", f"`python -m {SOURCE}.run` on {meta.machine}"),
         ("software", ", ".join(f"{k} {v}" for k, v in meta.software.items())),
         ("seed", recording.seed if recording.sampling.get("temperature") else "none (greedy)"),
-        ("sampling", ", ".join(f"{k} {v}" for k, v in recording.sampling.items())),
+        (
+            "sampling",
+            ", ".join(f"{k.replace('_', '-')} {v}" for k, v in recording.sampling.items())
+            + ("; the end of a document is never drawn" if recording.sampling.get("temperature") else ""),
+        ),
         ("weights", f"SHA-256 `{weights_sha256}` (not shipped; a later run gives other weights)"),
         ("tokenizer", f"SHA-256 begins `{meta.tokenizer_hash}`"),
         ("shape", f"`{meta.shape_hash}`"),

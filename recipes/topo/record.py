@@ -92,7 +92,7 @@ class Recorder:
         prompts[-1] = self._prompts(kinds[-1:], 1)[0]
         seeds = [plan.seed + i for i in range(len(kinds))]
         prompt_ids, _, kept = self._decode(prompts, seeds, plan.decode, given)
-        sampling = {"temperature": plan.temperature, "never_drawn": [END_ID]}
+        sampling = {"temperature": plan.temperature, "top_p": 1.0}
         for row, kind in enumerate(SUBJECTS):
             what = f"{plan.decode:,} tokens decoded one by one after a prompt of {plan.prompt} tokens"
             self._write(Recording(f"topo-{title(kind)}", (kind,), what, seeds[row], sampling), prompts, prompt_ids,
@@ -113,7 +113,7 @@ class Recorder:
         seeds = [plan.seed + 100 + i for i in range(len(kinds))]
         given = torch.full((plan.predicted + 1, len(kinds)), -1)
         prompt_ids, weights, kept = self._decode(prompts, seeds, plan.predicted, given, PREDICTIONS)
-        sampling = {"temperature": plan.temperature, "never_drawn": [END_ID]}
+        sampling = {"temperature": plan.temperature, "top_p": 1.0}
         what = f"{plan.predicted:,} tokens decoded one by one, with router weights and predictions"
         for row, kind in enumerate(kinds):
             recording = Recording(f"topo-{title(kind)}-predictions", (kind,), what, seeds[row], sampling)
@@ -128,7 +128,6 @@ class Recorder:
         drafts = [*[ngram] * len(plan.ngram_subjects), draft]
         seeds = [plan.seed + 200 + i for i in range(len(kinds))]
         verified = verify(self.live, prompts, drafts, gamma, plan.verify_steps, length, plan.verify_temperature, seeds)
-        never = {"never_drawn": [END_ID]} if plan.verify_temperature else {}
         how = "greedy" if plan.verify_temperature == 0 else f"temperature {plan.verify_temperature}"
         for row, kind in enumerate(kinds):
             name = "ngram" if row < len(plan.ngram_subjects) else "model"
@@ -136,7 +135,7 @@ class Recorder:
             what = f"{plan.verify_steps} verify windows of {gamma + 1} tokens, {how}, {name} draft"
             recording = Recording(
                 f"topo-{title(kind)}-{name}-{gamma}", (kind,), what, seeds[row] if plan.verify_temperature else 0,
-                {"temperature": plan.verify_temperature, "draft": name, "gamma": gamma, **never},
+                {"temperature": plan.verify_temperature, "top_p": 1.0, "draft": name, "gamma": gamma},
                 {"accepted_per_step": mean, "distinct_8_grams": verified.distinct(row)},
             )  # fmt: skip
             self._write_windows(recording, prompts, verified, row)
@@ -162,7 +161,9 @@ class Recorder:
         columns = tuple(PredictionColumn(predictor=name, depth=h, width=width) for name, h in keys)
         meta = self.meta.model_copy(
             update={
-                "sampling": recording.sampling, "seed": recording.seed, "has_weights": bool(keys),
+                "sampling": {**recording.sampling, "seed": recording.seed},
+                "seed": recording.seed,
+                "has_weights": bool(keys),
                 "subjects": ("switch",) if len(recording.subjects) > 1 else (title(recording.subjects[0]),),
                 "predictions": columns,
             }

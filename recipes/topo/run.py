@@ -1,6 +1,6 @@
 """Train, calibrate, record and measure `topo` in one run, within a deadline.
 
-    python -m recipes.topo.run --data .build/corpus --tokenizer foreload/assets/mini --out OUT --deadline-minutes 9.6
+    python -m recipes.topo.run --data .build/corpus --tokenizer foreload/assets/mini --out OUT --deadline-minutes 9.5
 
 OUT/weights/ is a Hugging Face folder, OUT/samples/ the recordings with their cards, OUT/topo.json every figure,
 OUT/profile.txt where a training step's time goes. `--bundle DIR` gets topo.json, profile.txt and the recordings in
@@ -239,7 +239,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--bundle", type=Path, help="folder of the files to carry away (default OUT/bundle)")
     parser.add_argument("--weights", type=Path, help="an earlier OUT/weights: no training")
-    parser.add_argument("--deadline-minutes", type=float, default=9.6)
+    parser.add_argument("--deadline-minutes", type=float, default=9.5)
     parser.add_argument("--train-minutes", type=float, default=0.0, help="at most so long (default 6.5)")
     parser.add_argument("--verify-temperature", type=float, default=0.0, help="0 (default): greedy verification")
     parser.add_argument("--tiny", action="store_true")
