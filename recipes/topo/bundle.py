@@ -8,6 +8,7 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 MIB = 1 << 20
@@ -71,18 +72,32 @@ def copy_into(bundle: Path, files: list[Path]) -> None:
             shutil.copyfile(path, bundle / path.name)
 
 
-def recompress(path: Path) -> None:
-    """Rewrite a recording with ids in byte planes: a tenth smaller than bit-packed dictionaries, same content."""
-    file = pq.ParquetFile(path)
-    paths = [file.schema.column(i).path for i in range(len(file.schema.names))]
-    split = [p for p in paths if "." in p]  # elements of the list columns
-    table = file.read()
+def recompress(path: Path) -> bool:
+    """Rewrite a recording with ids in byte planes: a tenth smaller than bit-packed dictionaries, same content.
+
+    Where the installed pyarrow cannot, or what it wrote reads otherwise, the recording stays as it is: False.
+    """
     partial = path.with_suffix(".partial")
+    table = pq.read_table(path)
+    try:
+        _write_split(table, path, partial)
+        same = bool(pq.read_table(partial).equals(table))
+    except (pa.ArrowException, OSError, TypeError) as error:
+        print(f"{path.name}: not recompressed: {error}", flush=True)
+        same = False
+    if same:
+        partial.replace(path)
+    else:
+        partial.unlink(missing_ok=True)
+    return same
+
+
+def _write_split(table: Any, path: Path, target: Path) -> None:
+    schema = pq.ParquetFile(path).schema
+    paths = [schema.column(i).path for i in range(len(schema.names))]
+    split = [p for p in paths if "." in p]  # elements of the list columns
     pq.write_table(
-        table, partial, compression="zstd", compression_level=19, write_page_checksum=True,
+        table, target, compression="zstd", compression_level=19, write_page_checksum=True,
         use_dictionary=[p for p in paths if p not in split], use_byte_stream_split=split,
         row_group_size=max(1, table.num_rows),
     )  # fmt: skip
-    if not pq.read_table(partial).equals(table):
-        raise ValueError(f"{path.name}: recompression changed the recording")
-    partial.replace(path)
