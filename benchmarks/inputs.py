@@ -8,28 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreload.profiler.schema import HardwareProfile, Measurement, ProfileMeta
-from foreload.shape import ModelShape
 from foreload.traces.schema import DECODE, PredictionColumn, Trace, TraceMeta
+from foreload.traces.synthetic import QWEN3
 
-SHAPE = ModelShape(
-    family="qwen3_moe",
-    layers=48,
-    moe_layers=tuple(range(48)),
-    hidden=2048,
-    heads=32,
-    kv_heads=4,
-    head_dim=128,
-    vocab=151936,
-    experts=128,
-    top_k=8,
-    expert_width=768,
-    scoring="softmax_topk",
-    normalise_weights=True,
-    rope_theta=1e6,
-    norm_eps=1e-6,
-    max_positions=40960,
-    tied_embeddings=False,
-)
+SHAPE = QWEN3
 KEEP = 0.4  # chance that an expert is used again by the next token
 
 

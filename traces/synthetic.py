@@ -31,7 +31,7 @@ SUBJECT_SHARE = 0.5
 RECOVERED = 0.6
 """Share of the experts missed among the first k predicted that are among the next k."""
 _CHUNK = 128  # tokens made at a time
-_QWEN3 = ModelShape(
+QWEN3 = ModelShape(
     family="qwen3_moe",
     layers=48,
     moe_layers=tuple(range(48)),
@@ -50,6 +50,7 @@ _QWEN3 = ModelShape(
     max_positions=40960,
     tied_embeddings=False,
 )
+"""The published shape of Qwen3-30B-A3B."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class Synthetic:
 def shape_of(layers: int, experts: int, top_k: int) -> ModelShape:
     """A shape of that topology; its other sizes are Qwen3-30B-A3B's."""
     return replace(
-        _QWEN3, family="synthetic", layers=layers, moe_layers=tuple(range(layers)), experts=experts, top_k=top_k
+        QWEN3, family="synthetic", layers=layers, moe_layers=tuple(range(layers)), experts=experts, top_k=top_k
     )
 
 
@@ -137,12 +138,12 @@ def qwen3() -> Synthetic:
 
     Recall .90 at depth 1 except in the first two predicted layers and the last; there, and deeper, it is assumed.
     """
-    layers = _QWEN3.n_moe_layers
+    layers = QWEN3.n_moe_layers
     recall = []
     for depth, (usual, weak) in enumerate(((0.90, 0.65), (0.80, 0.58), (0.72, 0.52)), 1):
         weak_layers = (depth, depth + 1, layers - 1)
         recall.append(tuple(weak if layer in weak_layers else usual for layer in range(layers)))
-    return Synthetic(_QWEN3, skew=1.6, recency=2.5, persistence=4.5, recall=tuple(recall), name="synthetic qwen3")
+    return Synthetic(QWEN3, skew=1.6, recency=2.5, persistence=4.5, recall=tuple(recall), name="synthetic qwen3")
 
 
 def hard() -> Synthetic:
