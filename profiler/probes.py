@@ -226,8 +226,22 @@ def _one_copy(bench: Bench, size_bytes: int, pinned: bool, repeats: int) -> Meas
     return summarise("copy", samples, bytes=size_bytes, pinned=int(pinned))
 
 
+def _cpu_expert(bench: Bench, x: Tensor, repeats: int) -> Measurement:
+    """One expert of the slab on x [tokens, hidden], on one thread as in `CpuExperts`."""
+    slab, layers, experts = bench.engine.slab, bench.shape.n_moe_layers, bench.shape.experts
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        samples = host_samples(
+            lambda i: run_expert(x, *slab.views(i // experts % layers, i % experts)), repeats, x.device
+        )
+    finally:
+        torch.set_num_threads(threads)
+    return summarise("cpu_expert", samples, tokens=len(x))
+
+
 def prefill(bench: Bench, effort: Effort) -> Iterator[Measurement]:
-    """One layer of a prompt chunk without its experts, and one expert on part of a chunk."""
+    """One layer of a prompt chunk without its experts, and one expert on part of a chunk, on the device and the CPU."""
     decoder, device, layers = bench.decoder, bench.engine.device, bench.shape.layers
     views = [bench.engine.pool.views(slot) for slot in range(len(bench.engine.pool))]
     for tokens in effort.chunks:
@@ -246,6 +260,7 @@ def prefill(bench: Bench, effort: Effort) -> Iterator[Measurement]:
             rows = torch.arange(x.shape[0], device=device)
             x[rows] = run_expert(x[rows], *views[i % len(views)])
 
+        yield _cpu_expert(bench, x.cpu(), effort.rounds)
         for probe, block in (("prefill_layer", layer), ("prefill_expert", expert)):
             samples = host_samples(block, effort.rounds, device)
             yield summarise(probe, samples, gpu_microseconds(block, effort.rounds, device), tokens=tokens)

@@ -22,6 +22,7 @@ Probes (the names are a contract between profiler and cost model). `p50_us` is t
     head                                      final norm, output projection, greedy choice
     prefill_layer   tokens                    attention, route and sum of one layer on a prompt chunk
     prefill_expert  tokens                    one resident expert on that many tokens
+    cpu_expert      tokens                    one expert on one CPU thread on that many tokens, without hand-off
 """
 
 from __future__ import annotations
