@@ -86,16 +86,11 @@ def trace_meta(
 ) -> TraceMeta:
     """Provenance of a recording made by `engine`."""
     shape, checkpoint = engine.shape, engine.checkpoint
-    return TraceMeta(
+    return TraceMeta.of(
+        shape,
         model=checkpoint.name,
         weights_hash=checkpoint.weights_hash,
         tokenizer_hash=checkpoint.tokenizer_hash,
-        shape=asdict(shape),
-        shape_hash=shape.hash,
-        moe_layers=shape.n_moe_layers,
-        experts=shape.experts,
-        top_k=shape.top_k,
-        scoring=shape.scoring,
         source="foreload engine",
         sampling=asdict(sampling),
         machine=machine_name(),

@@ -83,16 +83,11 @@ def trace(tokens: int, seed: int = 0) -> Trace:
 
 
 def _meta(seed: int) -> TraceMeta:
-    return TraceMeta(
+    return TraceMeta.of(
+        SHAPE,
         model="made up",
         weights_hash="",
         tokenizer_hash="",
-        shape=asdict(SHAPE),
-        shape_hash=SHAPE.hash,
-        moe_layers=SHAPE.n_moe_layers,
-        experts=SHAPE.experts,
-        top_k=SHAPE.top_k,
-        scoring=SHAPE.scoring,
         source="benchmarks",
         sampling={},
         machine="none",

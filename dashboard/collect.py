@@ -30,17 +30,9 @@ class Measured:
     bytes_per_token: float
 
 
-def run_result(
-    tuned: TuneResult,
-    meta: RunMeta,
-    measured: Mapping[Side, Measured] | None = None,
-    simulated: Mapping[Side, SimResult] | None = None,
-) -> RunResult:
-    """`result.json` of a tune and, where the engine ran both settings, of the measurement.
-
-    `simulated` are predictions for exactly what was measured; without them the tuner's own are taken.
-    """
-    predicted: Mapping[Side, SimResult] = simulated or {
+def run_result(tuned: TuneResult, meta: RunMeta, measured: Mapping[Side, Measured] | None = None) -> RunResult:
+    """`result.json` of a tune and, where the engine ran both settings on the same requests, of the measurement."""
+    predicted: Mapping[Side, SimResult] = {
         "default": predicted_of(tuned.default),
         "tuned": predicted_of(tuned.best),
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
@@ -58,6 +58,19 @@ class TraceMeta(BaseModel):
     has_weights: bool = False
     predictions: tuple[PredictionColumn, ...] = ()
     order: Literal["recorded", "unknown"] = "recorded"  # unknown: a histogram, see `foreload.traces.histogram`
+
+    @classmethod
+    def of(cls, shape: ModelShape, **provenance: Any) -> Self:
+        """Metadata of a recording of `shape`; `provenance` are the fields that the shape does not give."""
+        return cls(
+            shape=asdict(shape),
+            shape_hash=shape.hash,
+            moe_layers=shape.n_moe_layers,
+            experts=shape.experts,
+            top_k=shape.top_k,
+            scoring=shape.scoring,
+            **provenance,
+        )
 
     @field_validator("shape")
     @classmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from foreload.dashboard.result import RunResult
     from foreload.profiler.schema import HardwareProfile
     from foreload.settings import Settings
-    from foreload.simulator.result import SimResult
     from foreload.simulator.tune import TuneResult
     from foreload.traces.schema import Trace
 
@@ -71,7 +70,7 @@ def _options(device: Any, link: str | None) -> EngineOptions:
     deep = Settings(predictor="gate", prefetch_depth=2, prefetch_width=2 * shape.top_k)
     slots = int(CACHED_SHARE * shape.n_moe_layers * shape.experts) + staging_slots(deep, shape)
     vram = fixed_bytes(shape, plain.resolved_dtype, CONTEXT) + slots * shape.expert_bytes(plain.resolved_dtype)
-    return EngineOptions(device=device, context_tokens=CONTEXT, link_bytes_per_s=rate, vram_bytes=vram)
+    return replace(plain, vram_bytes=vram)
 
 
 @dataclass(frozen=True)
@@ -120,11 +119,10 @@ class Loop:
             self.profile = self._measure_machine(engine)
             trace = self._record(engine)
             tuned = self._tune(engine, trace, self.profile)
-            measured, simulated = self._check(engine, trace, tuned, self.profile)
-            found = self._collect(trace, tuned, measured, simulated)
+            found = self._collect(trace, tuned, self._check(engine, trace, tuned))
             chosen = tuned.default if found.kept_default else tuned.best
             engine.apply(chosen.settings)
-            self._timeline(engine, trace, tuned, simulated[0 if found.kept_default else 1])
+            self._timeline(engine, trace, tuned, chosen.settings)
         self._write(found, chosen.settings)
         return found
 
@@ -177,24 +175,18 @@ class Loop:
             progress=lambda done, total, what: self._step(f"tune: {what}", done, total),
         )
 
-    def _check(
-        self, engine: Engine, trace: Trace, tuned: TuneResult, profile: HardwareProfile
-    ) -> tuple[tuple[Measured, Measured], tuple[SimResult, SimResult]]:
-        """Default and tuned on held-out requests: simulated, then measured by turns on the live engine."""
+    def _check(self, engine: Engine, trace: Trace, tuned: TuneResult) -> tuple[Measured, Measured]:
+        """Default and tuned by turns on the live engine, on the held-out requests that the tuner predicted."""
         from foreload.backend.measure import measure
-        from foreload.simulator.engine_model import simulate
 
         pair = [tuned.default.settings, tuned.best.settings]
         numbers = tuned.held_out or tuned.select
-        first, second = (
-            simulate(trace, profile, engine.shape, s, s.slots_per_layer or (), numbers, timeline=False) for s in pair
-        )
         default, best = measure(
             engine, trace, numbers, pair, REPEATS, lambda done, total: self._step("measure", done, total)
         )
-        return (default, best), (first, second)
+        return default, best
 
-    def _timeline(self, engine: Engine, trace: Trace, tuned: TuneResult, simulated: SimResult) -> None:
+    def _timeline(self, engine: Engine, trace: Trace, tuned: TuneResult, settings: Settings) -> None:
         from foreload.backend.measure import recorded_requests
         from foreload.backend.timeline import measured_spans
         from foreload.simulator.engine_model import simulate
@@ -206,36 +198,24 @@ class Loop:
         request = recorded_requests(trace, engine, numbers)[0]
         engine.reset_cache()
         measured = measured_spans(engine, request.prompt_ids, min(16, len(request.followed)))
-        drawn = simulate(
-            trace, self.profile, engine.shape, simulated.settings, simulated.capacity, numbers, timeline=True
-        )
+        drawn = simulate(trace, self.profile, engine.shape, settings, engine.capacity, numbers, timeline=True)
         runs = {"measured": measured, "simulated": spans_of(drawn.timeline)}
         meta = {
             "model": trace.meta.model,
             "machine": self.profile.meta.machine,
-            "settings": simulated.settings.describe(),
+            "settings": settings.describe(),
         }
         write_perfetto(self.out / "timeline.json", runs, meta)
 
-    def _collect(
-        self,
-        trace: Trace,
-        tuned: TuneResult,
-        measured: tuple[Measured, Measured],
-        simulated: tuple[SimResult, SimResult],
-    ) -> DemoRun:
+    def _collect(self, trace: Trace, tuned: TuneResult, measured: tuple[Measured, Measured]) -> DemoRun:
         from foreload.dashboard.collect import Measured as Shown
         from foreload.dashboard.collect import run_meta, run_result
 
         assert self.profile is not None
         expert_bytes = self.profile.meta.expert_bytes
         shown = [Shown(m.tpot_ms, m.hit_rate, m.bytes_per_token(expert_bytes)) for m in measured]
-        result = run_result(
-            tuned,
-            run_meta(self.profile, trace, SEED),
-            {"default": shown[0], "tuned": shown[1]},
-            {"default": simulated[0], "tuned": simulated[1]},
-        )
+        meta = run_meta(self.profile, trace, SEED)
+        result = run_result(tuned, meta, {"default": shown[0], "tuned": shown[1]})
         return DemoRun(result, tuned, measured, self.options)
 
     def _write(self, found: DemoRun, settings: Settings) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -49,16 +48,11 @@ def software() -> dict[str, str]:
 def trace_meta(name: str, c: ModelConfig, weights: Path, tokenizer: Path) -> TraceMeta:
     """Metadata common to all recordings of the exported weights; hashes are cut to 16 digits as the engine's are."""
     shape = FAMILY.shape(ConfigFields(hf_config(c), f"{name}/config.json"))
-    return TraceMeta(
+    return TraceMeta.of(
+        shape,
         model=name,
         weights_hash=sha256(weights)[:16],
         tokenizer_hash=sha256(tokenizer)[:16],
-        shape=asdict(shape),
-        shape_hash=shape.hash,
-        moe_layers=shape.n_moe_layers,
-        experts=shape.experts,
-        top_k=shape.top_k,
-        scoring=shape.scoring,
         source=SOURCE,
         sampling={},
         machine=machine(),

@@ -96,16 +96,11 @@ def make_profile(
 
 def make_meta(shape: ModelShape, depths: int = 2, width: int | None = None) -> TraceMeta:
     width = width or shape.top_k
-    return TraceMeta(
+    return TraceMeta.of(
+        shape,
         model="test",
         weights_hash="0",
         tokenizer_hash="0",
-        shape=asdict(shape),
-        shape_hash=shape.hash,
-        moe_layers=shape.n_moe_layers,
-        experts=shape.experts,
-        top_k=shape.top_k,
-        scoring=shape.scoring,
         source="test",
         sampling={},
         machine="test",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -110,16 +110,11 @@ def _step_rows(block: Block) -> Iterator[slice]:
 
 def _meta(name: str, source: Source, model: str, subjects: Sequence[str], **fields: Any) -> TraceMeta:
     shape = source.shape
-    return TraceMeta(
+    return TraceMeta.of(
+        shape,
         model=model,
         weights_hash=UNKNOWN,
         tokenizer_hash=UNKNOWN,
-        shape=asdict(shape),
-        shape_hash=shape.hash,
-        moe_layers=shape.n_moe_layers,
-        experts=shape.experts,
-        top_k=shape.top_k,
-        scoring=shape.scoring,
         source=f"import {name}",
         sampling={},
         machine=UNKNOWN,
