@@ -91,7 +91,7 @@ def test_grids_cover_what_the_model_does(profiled: Any) -> None:
 
 @pytest.mark.integration
 def test_copies_are_no_faster_than_the_emulated_link(profiled: Any) -> None:
-    """A single copy never is. Of back-to-back copies only arrivals are seen, and their gaps waver with the scheduler."""
+    """A single copy never is. Of back-to-back copies only arrivals are seen, whose gaps waver with the scheduler."""
     measured, size = profiled.profile, profiled.profile.meta.expert_bytes
     for m in measured.points("copy"):
         if m.at["bytes"] != size:
