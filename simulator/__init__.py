@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from foreload.simulator.candidates import Candidate
     from foreload.simulator.costs import CostModel, split_costs
     from foreload.simulator.engine_model import simulate
-    from foreload.simulator.program import Outcome, Problem, Solution, solve
     from foreload.simulator.replay import lru_hits
     from foreload.simulator.result import SimResult
+    from foreload.simulator.solver import Outcome, Problem, Solution, solve
     from foreload.simulator.timeline import TimelineEvent
     from foreload.simulator.tune import TuneResult
     from foreload.simulator.validation import Comparison, ValidationSummary, compare, summarise
@@ -27,10 +27,10 @@ _HOME = {
     "Candidate": "candidates",
     "Comparison": "validation",
     "CostModel": "costs",
-    "Outcome": "program",
-    "Problem": "program",
+    "Outcome": "solver",
+    "Problem": "solver",
     "SimResult": "result",
-    "Solution": "program",
+    "Solution": "solver",
     "TimelineEvent": "timeline",
     "TuneResult": "tune",
     "ValidationSummary": "validation",
@@ -39,7 +39,7 @@ _HOME = {
     "load_requests": "workload",
     "lru_hits": "replay",
     "simulate": "engine_model",
-    "solve": "program",
+    "solve": "solver",
     "split_costs": "costs",
     "summarise": "validation",
 }

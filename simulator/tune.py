@@ -18,8 +18,8 @@ from foreload.simulator.bounds import Bounds, bounds
 from foreload.simulator.candidates import Candidate, Space, family
 from foreload.simulator.costs import CostModel
 from foreload.simulator.engine_model import simulate
-from foreload.simulator.program import Outcome, Problem, solve
 from foreload.simulator.replay import Outcomes
+from foreload.simulator.solver import Outcome, Problem, solve
 from foreload.simulator.tables import layer_costs, replay_grid
 from foreload.simulator.workload import Request, load_requests, request_numbers
 from foreload.traces.schema import DECODE, Trace
