@@ -223,8 +223,8 @@ class Engine:
             while len(tokens) < max_tokens and not (stop and token in self.tokenizer.stop_ids):
                 start = time.perf_counter_ns()
                 with self._turns.turn():
-                    logits = self.forward.decode(token, len(prompt_ids) + len(tokens) - 1)
-                    token = sampler.draw(logits)
+                    logits = self.forward.decode([token], len(prompt_ids) + len(tokens) - 1)
+                    token = sampler.draw(logits[0])
                 step_ns.append(time.perf_counter_ns() - start)
                 tokens.append(token)
                 if on_token is not None:

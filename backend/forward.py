@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from foreload.backend.experts.batch import Batch
 from foreload.backend.experts.cpu import CpuExperts
 from foreload.backend.experts.link import Link
 from foreload.backend.experts.pool import SlotPool
@@ -19,6 +20,7 @@ from foreload.backend.models.decoder import Decoder
 from foreload.backend.observe import Marks, NoMarks, Observer, RouteLog
 from foreload.backend.policy.state import DECODE, KEPT, N_FREE, PREFILL
 from foreload.backend.policy.step import ACT_CPU, ACT_FETCH, ACT_HIT, ACT_LATE
+from foreload.backend.policy.window import Demand, demand_of, merge_predictions
 from foreload.backend.predict.gate import predict_gate
 
 
@@ -43,7 +45,6 @@ class Forward:
         self._shape = decoder.shape
         self._slab, self._pool, self._link, self._copies, self._cpu = slab, pool, link, copies, cpu
         self._brain = copies.brain
-        self._ones = np.ones(decoder.shape.experts, np.int32)
         self._asynchronous = link.asynchronous
         self._open: tuple[int, list[int]] | None = None  # layer-step begun and not finished, and its copies
         self._poisoned: set[int] | None = set() if poison else None
@@ -62,87 +63,88 @@ class Forward:
 
     # Decode
 
-    def decode(self, token_id: int, position: int) -> Tensor:
-        """Logits [vocab] after feeding one token at `position`."""
+    def decode(self, token_ids: list[int], position: int) -> Tensor:
+        """Logits [n, vocab] after feeding n tokens from `position` on in one step: one token, or a verify window.
+
+        A position below the end of the sequence rolls it back: keys and values from there on are written anew.
+        """
         decoder, shape, marks = self.decoder, self._shape, self.marks
-        log = RouteLog(self.observer, 1, shape.n_moe_layers, shape.top_k) if self.observer else None
+        log = RouteLog(self.observer, len(token_ids), shape.n_moe_layers, shape.top_k) if self.observer else None
         marks.start()
-        x = decoder.embed(torch.tensor([token_id], device=decoder.device))
+        x = decoder.embed(torch.tensor(token_ids, device=decoder.device))
         marks.mark("embed")
         for at, layer in enumerate(shape.moe_layers):
             r = decoder.attend(layer, x, position)
             marks.mark("attention", at)
             h = decoder.moe_input(layer, r)
             ids, weights = decoder.route(layer, h)
-            experts = ids[0].tolist()
+            routed = ids.cpu().numpy()
             marks.mark("route", at)
             predicted = self._predict(at, r, log)
-            x = r + self.experts(at, experts, h, weights, predicted)
+            x = r + self.experts(at, routed, h, weights, predicted)
             if not self._asynchronous:
                 self.finish()
             marks.mark("finish", at)
             if log is not None:
-                log.experts[0, at] = experts
-                log.weights[0, at] = weights[0].cpu().numpy()
+                log.experts[:, at] = routed
+                log.weights[:, at] = weights.cpu().numpy()
                 marks.start()
-        logits = decoder.logits(x)[0]
+        logits = decoder.logits(x)
         marks.mark("head")
         self.finish()
         self._brain.end_step()
         if log is not None:
-            log.close(False, position, [token_id])
+            log.close(False, position, token_ids)
         return logits
 
-    def _predict(self, at: int, r: Tensor, log: RouteLog | None) -> NDArray[np.int32]:
-        """Predictions for the next layers, [targets, width], for the brain; the log's may reach further."""
+    def _predict(self, at: int, r: Tensor, log: RouteLog | None) -> list[NDArray[np.int32]]:
+        """Predictions for the next layers, best first, for the brain; the log's may reach further."""
         depth, width = self.depth, self.width
         if self.observer is not None:
             depth, width = max(depth, self.observer.depth), max(width, self.observer.width)
         if depth == 0 or at + 1 == self._shape.n_moe_layers:
-            return np.empty((0, 0), np.int32)
-        ids = predict_gate(self.decoder, at, r, depth, width)[:, 0].cpu().numpy().astype(np.int32)
+            return []
+        ids = predict_gate(self.decoder, at, r, depth, width).cpu().numpy()
         self.marks.mark("predict", at)
         if log is not None and self.observer is not None:
             for ahead in range(min(len(ids), self.observer.depth)):
-                log.predicted[ahead + 1][0, at + 1 + ahead] = ids[ahead, : self.observer.width]
-        return ids[: self.depth, : self.width]
+                log.predicted[ahead + 1][:, at + 1 + ahead] = ids[ahead, :, : self.observer.width]
+        return [merge_predictions(of_layer[:, : self.width]) for of_layer in ids[: self.depth]]
 
-    def experts(self, at: int, experts: list[int], h: Tensor, weights: Tensor, predicted: NDArray[np.int32]) -> Tensor:
-        """Weighted sum [1, hidden] of a token's experts, each run where the brain says.
+    def experts(
+        self, at: int, routed: NDArray[np.int64], h: Tensor, weights: Tensor, predicted: Sequence[NDArray[np.int32]]
+    ) -> Tensor:
+        """Weighted sums [n, hidden] of the experts routed [n, k] of tokens h [n, hidden], run where the brain says.
 
-        Outputs are collected per rank and summed in rank order, so where and when an expert ran changes nothing.
+        Outputs are collected per token and rank and summed in rank order, so where and when an expert ran changes
+        nothing.
         """
-        order = np.argsort(experts).astype(np.int32)
-        demanded = np.asarray(experts, np.int32)[order]
-        actions = self._begin(at, demanded, predicted)
+        demand = demand_of(routed)
+        actions = self._begin(at, demand, predicted)
         self.marks.mark("plan", at)
-        out = torch.empty(len(experts), h.shape[1], device=h.device, dtype=h.dtype)
-        ranks = order.tolist()
+        batch, experts = Batch(h, demand), demand.experts.tolist()
         on_cpu = [i for i, action in enumerate(actions) if action == ACT_CPU]
-        host_out = self._submit_cpu(at, [int(demanded[i]) for i in on_cpu], h)
-        if on_cpu:
-            self.marks.mark("submit", at)
+        host_out = self._submit_cpu(at, [experts[i] for i in on_cpu], batch.host_inputs(on_cpu)) if on_cpu else None
         used = []
         for i, action in enumerate(actions):
             if action == ACT_HIT:
-                used.append(self._run_slot(at, int(demanded[i]), h, out[ranks[i]]))
+                used.append(self._run_slot(at, experts[i], batch, i))
         self.marks.mark("experts_gpu", at)
-        waiting = {self._key(at, int(demanded[i])): i for i, a in enumerate(actions) if a in (ACT_LATE, ACT_FETCH)}
+        waiting = {self._key(at, experts[i]): i for i, a in enumerate(actions) if a in (ACT_LATE, ACT_FETCH)}
         self._open = (at, list(waiting))
         while waiting:
             key = self._copies.take_ready(waiting)
             i = waiting.pop(key)
-            expert = int(demanded[i])
-            self._link.when_landed(self._brain.slot(at, expert))
-            self.marks.mark("wait", at, expert)
-            used.append(self._run_slot(at, expert, h, out[ranks[i]]))
-            self.marks.mark("experts_gpu", at, expert)
+            self._link.when_landed(self._brain.slot(at, experts[i]))
+            self.marks.mark("wait", at, experts[i])
+            used.append(self._run_slot(at, experts[i], batch, i))
+            self.marks.mark("experts_gpu", at, experts[i])
         if host_out is not None:
             self._cpu.join()
             self.marks.mark("wait_cpu", at)
-            out[[ranks[i] for i in on_cpu]] = host_out.to(out.device)
+            batch.store_host(on_cpu, host_out)
         self._link.slot_used(used)
-        return (weights[0, :, None] * out.float()).sum(0, keepdim=True).to(h.dtype)
+        return batch.reduce(weights)
 
     def finish(self) -> None:
         """End the open layer-step, if any, once its copies have landed.
@@ -159,25 +161,27 @@ class Forward:
             self._poison_free()
             self._copies.kick()
 
-    def _begin(self, at: int, demanded: NDArray[np.int32], predicted: NDArray[np.int32]) -> list[int]:
+    def _begin(self, at: int, demand: Demand, predicted: Sequence[NDArray[np.int32]]) -> list[int]:
         self.finish()
         with self._copies.lock:
-            actions: list[int] = self._brain.begin(at, demanded, self._ones[: len(demanded)]).tolist()
-            for ahead in range(len(predicted)):
-                self._brain.prefetch(at + 1 + ahead, predicted[ahead])
+            actions: list[int] = self._brain.begin(at, demand.experts, demand.counts).tolist()
+            for ahead, experts in enumerate(predicted):
+                self._brain.prefetch(at + 1 + ahead, experts)
             self._copies.kick()
         return actions
 
-    def _submit_cpu(self, at: int, experts: list[int], h: Tensor) -> Tensor | None:
-        return self._cpu.submit(at, experts, h.cpu()) if experts else None
+    def _submit_cpu(self, at: int, experts: list[int], inputs: list[Tensor]) -> Tensor:
+        out = self._cpu.submit(at, experts, inputs)
+        self.marks.mark("submit", at)
+        return out
 
     def _key(self, at: int, expert: int) -> int:
         return at * self._shape.experts + expert
 
-    def _run_slot(self, at: int, expert: int, x: Tensor, out: Tensor) -> int:
-        """Run a resident expert on x [1, hidden] into out [hidden]; returns its slot."""
+    def _run_slot(self, at: int, expert: int, batch: Batch, i: int) -> int:
+        """Run a resident expert, the i-th of the batch; returns its slot."""
         slot = self._brain.slot(at, expert)
-        out.copy_(run_expert(x, *self._pool.views(slot))[0])
+        batch.store(i, run_expert(batch.input(i), *self._pool.views(slot)))
         return slot
 
     def _poison_free(self) -> None:
@@ -215,15 +219,16 @@ class Forward:
 
     def _prefill_experts(self, at: int, routed: NDArray[np.int64], h: Tensor, weights: Tensor, last: bool) -> Tensor:
         """Weighted sum [n, hidden]: residents first, then the others through staging, wave by wave."""
-        shape = self._shape
-        counts = np.bincount(routed.ravel(), minlength=shape.experts).astype(np.int32)
-        out = torch.empty(*routed.shape, h.shape[1], device=h.device, dtype=h.dtype)
+        shape, demand = self._shape, demand_of(routed)
+        batch, places = Batch(h, demand), {expert: i for i, expert in enumerate(demand.experts.tolist())}
+        counts = np.zeros(shape.experts, np.int32)
+        counts[demand.experts] = demand.counts
         with self._copies.lock:
             target = self._brain.prefill_targets(at, counts, last)
             resident = self._brain.state.status[at] == KEPT
-        for expert in np.flatnonzero((counts > 0) & resident).tolist():
-            self._run_rows(at, expert, routed, h, out)
-        todo = np.flatnonzero((counts > 0) & ~resident).tolist()[::-1]
+        used = [self._run_slot(at, expert, batch, i) for expert, i in places.items() if resident[expert]]
+        self._link.slot_used(used)
+        todo = [expert for expert in places if not resident[expert]][::-1]
         waiting: set[int] = set()
         while todo or waiting:
             with self._copies.lock:
@@ -234,16 +239,9 @@ class Forward:
             waiting.remove(key)
             expert = key % shape.experts
             self._link.when_landed(self._brain.slot(at, expert))
-            self._run_rows(at, expert, routed, h, out)
+            self._link.slot_used([self._run_slot(at, expert, batch, places[expert])])
             self._copies.wait_landed([key])
             with self._copies.lock:
                 self._brain.prefill_done(at, expert, target)
                 self._poison_free()
-        return (weights[..., None] * out.float()).sum(1).to(h.dtype)
-
-    def _run_rows(self, at: int, expert: int, routed: NDArray[np.int64], h: Tensor, out: Tensor) -> None:
-        """Run a resident expert on the rows routed to it."""
-        rows, ranks = (torch.from_numpy(index).to(h.device) for index in np.nonzero(routed == expert))
-        slot = self._brain.slot(at, expert)
-        out[rows, ranks] = run_expert(h[rows], *self._pool.views(slot))
-        self._link.slot_used([slot])
+        return batch.reduce(weights)

@@ -57,7 +57,7 @@ def logits(engine: Engine, prompts: list[list[int]]) -> torch.Tensor:
                 row = engine.forward.prefill(ids[at : at + chunk], at, at + chunk >= len(ids))
             for step in range(TOKENS):
                 rows.append(row.float().cpu())
-                row = engine.forward.decode(int(row.argmax()), len(ids) + step)
+                row = engine.forward.decode([int(row.argmax())], len(ids) + step)[0]
     return torch.stack(rows).view(len(prompts), TOKENS, -1)
 
 

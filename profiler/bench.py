@@ -12,6 +12,7 @@ from torch import Tensor
 
 from foreload.backend.engine import Engine
 from foreload.backend.observe import Marks, NoMarks
+from foreload.backend.policy.window import merge_predictions
 from foreload.backend.predict.gate import predict_gate
 from foreload.settings import Settings
 
@@ -89,14 +90,14 @@ class Bench:
             self.end(marks, "attention")
             h = decoder.moe_input(layer, r)
             ids, weights = decoder.route(layer, h)
-            ids[0].tolist()
+            ids.cpu().numpy()
             self.end(marks, "route")
             if depth:
-                ids = predict_gate(decoder, layer, r, depth, self.shape.top_k)
-                ids[:, 0].cpu().numpy().astype(np.int32)
+                of_layers = predict_gate(decoder, layer, r, depth, self.shape.top_k).cpu().numpy()
+                _ = [merge_predictions(of_layer) for of_layer in of_layers]
                 self.end(marks, "predict")
-            predicted = np.asarray([prefetched] if prefetched else np.empty((0, 0)), np.int32)
-            out = r + forward.experts(layer, experts, h, weights[:, : len(experts)], predicted)
+            predicted = [np.asarray(prefetched, np.int32)] if prefetched else []
+            out = r + forward.experts(layer, np.asarray([experts]), h, weights[:, : len(experts)], predicted)
             forward.finish()
             self.end(marks, "finish")
             if layer == self.shape.layers - 1:
@@ -146,7 +147,7 @@ class Bench:
         if beside:
             x = self.hidden().cpu()
             while brain.in_flight():
-                self.engine.cpu.submit(layer, beside, x)
+                self.engine.cpu.submit(layer, beside, [x] * len(beside))
                 self.engine.cpu.join()
         copies.wait_landed(keys)
         with copies.lock:

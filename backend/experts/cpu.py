@@ -12,8 +12,8 @@ from torch import Tensor
 from foreload.backend.experts.slab import HostSlab, run_expert
 from foreload.errors import InternalError
 
-Job = tuple[int, list[int], Tensor, Tensor]
-"""(MoE layer, experts, x [1, hidden] on the host, out [len(experts), hidden] on the host)."""
+Job = tuple[int, list[tuple[int, Tensor, Tensor]]]
+"""MoE layer, and per expert: its number, x [tokens, hidden] and out [tokens, hidden], both on the host."""
 
 
 class CpuExperts:
@@ -42,12 +42,17 @@ class CpuExperts:
         for worker in self.workers:
             worker.start()
 
-    def submit(self, layer: int, experts: list[int], x: Tensor) -> Tensor:
-        """Start the experts on x [1, hidden]; returns out [len(experts), hidden], filled when `join` returns."""
-        out = torch.empty(len(experts), x.shape[1], dtype=x.dtype)
+    def submit(self, layer: int, experts: list[int], inputs: list[Tensor]) -> Tensor:
+        """Start each expert on its tokens, inputs [tokens, hidden] each, on the host.
+
+        Returns the outputs [all tokens, hidden], one expert's after the other's, filled when `join` returns.
+        """
+        counts = [len(x) for x in inputs]
+        out = torch.empty(sum(counts), inputs[0].shape[1], dtype=inputs[0].dtype)
+        work = list(zip(experts, inputs, out.split(counts), strict=True))
         share = min(len(experts), len(self.workers))
         for worker in range(share):
-            self._jobs.put((layer, experts[worker::share], x, out[worker::share]))
+            self._jobs.put((layer, work[worker::share]))
         self._pending += share
         return out
 
@@ -73,15 +78,15 @@ class CpuExperts:
     def _run(self) -> None:
         torch.set_num_threads(1)
         while (job := self._jobs.get()) is not None:
-            layer, experts, x, out = job
+            layer, work = job
             begun = time.perf_counter_ns()
             try:
                 with torch.inference_mode():
-                    for row, expert in enumerate(experts):
-                        out[row] = run_expert(x, *self._slab.views(layer, expert))[0]
+                    for expert, x, out in work:
+                        out.copy_(run_expert(x, *self._slab.views(layer, expert)))
             except BaseException as error:
                 self._done.put(error)
                 continue
             if self.spans is not None:
-                self.spans.append((layer, len(experts), begun, time.perf_counter_ns()))
+                self.spans.append((layer, len(work), begun, time.perf_counter_ns()))
             self._done.put(None)
