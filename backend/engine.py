@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from random import Random
 from types import TracebackType
@@ -20,6 +21,7 @@ from foreload.backend.experts.link import CudaLink, HostLink, Link
 from foreload.backend.experts.pool import SlotPool
 from foreload.backend.experts.slab import HostSlab
 from foreload.backend.experts.transfer import CopyThread
+from foreload.backend.follow import Follower, StopGeneration
 from foreload.backend.forward import Forward
 from foreload.backend.models.checkpoint import Checkpoint
 from foreload.backend.models.decoder import Decoder
@@ -204,38 +206,50 @@ class Engine:
         observer: Observer | None = None,
         on_token: Callable[[int], None] | None = None,
         stop: bool = True,
+        follower: Follower | None = None,
     ) -> Generation:
         """Feed a prompt and generate up to `max_tokens` tokens; `stop` ends at the model's end token.
 
-        Requests from several threads are taken one after the other. UsageError if prompt and answer exceed the context.
+        Requests from several threads are taken one after the other. `on_token` and `follower` may raise
+        `StopGeneration` to end early. UsageError if prompt and answer exceed the context.
         """
-        self._check_request(prompt_ids, max_tokens)
+        self.check_request(prompt_ids, max_tokens)
         with self._request, torch.inference_mode(), self.forward.watched(observer):
             self.place_helpers()
             before = self.brain.counters.copy()
-            sampler = Sampler(sampling or Sampling())
-            start = time.perf_counter_ns()
-            token = sampler.draw(self._prefill(prompt_ids))
-            tokens, step_ns = [token], []
-            ttft_ns = time.perf_counter_ns() - start
-            if on_token is not None:
-                on_token(token)
-            while len(tokens) < max_tokens and not (stop and token in self.tokenizer.stop_ids):
-                start = time.perf_counter_ns()
-                with self._turns.turn():
-                    logits = self.forward.decode([token], len(prompt_ids) + len(tokens) - 1)
-                    token = sampler.draw(logits[0])
-                step_ns.append(time.perf_counter_ns() - start)
-                tokens.append(token)
+            follower, sampler = follower or Follower(), Sampler(sampling or Sampling())
+            tokens: list[int] = []
+            step_ns: list[int] = []
+            ttft_ns = 0
+
+            def draw(logits: torch.Tensor) -> None:
+                follower.logits(logits)
+                tokens.append(sampler.draw(logits[-1]))
+
+            def tell() -> None:
+                follower.token(tokens[-1])
                 if on_token is not None:
-                    on_token(token)
+                    on_token(tokens[-1])
+
+            with suppress(StopGeneration):
+                start = time.perf_counter_ns()
+                draw(self._prefill(prompt_ids, follower)[None])
+                ttft_ns = time.perf_counter_ns() - start
+                tell()
+                while len(tokens) < max_tokens and not (stop and tokens[-1] in self.tokenizer.stop_ids):
+                    start = time.perf_counter_ns()
+                    with self._turns.turn():
+                        draw(self.forward.decode(tokens[-1:], len(prompt_ids) + len(tokens) - 1))
+                    step_ns.append(time.perf_counter_ns() - start)
+                    tell()
             return Generation(len(prompt_ids), tokens, ttft_ns, step_ns, self.brain.counters - before)
 
     def place_helpers(self) -> None:
         """Keep the copy thread and the CPU experts off the calling thread's core."""
         keep_apart([self.copies.thread, *self.cpu.workers])
 
-    def _check_request(self, prompt_ids: list[int], max_tokens: int) -> None:
+    def check_request(self, prompt_ids: list[int], max_tokens: int) -> None:
+        """UsageError if the request cannot be generated, whatever the settings are."""
         if not prompt_ids:
             raise UsageError("the prompt is empty: at least one token is needed")
         if max_tokens < 1:
@@ -249,17 +263,20 @@ class Engine:
                 f"{self.options.context_tokens} tokens by {needed - self.options.context_tokens}"
             )
 
-    def _prefill(self, prompt_ids: list[int]) -> torch.Tensor:
-        """Logits [vocab] after the prompt, fed in chunks of `prefill_chunk_tokens`."""
-        with self._turns.turn():
-            with self.copies.lock:
-                self.brain.start_request()
-                self.copies.settle()
-            chunk = self.settings.prefill_chunk_tokens
-            logits = torch.empty(0)
-            for at in range(0, len(prompt_ids), chunk):
-                logits = self.forward.prefill(prompt_ids[at : at + chunk], at, at + chunk >= len(prompt_ids))
-            return logits
+    def _prefill(self, prompt_ids: list[int], follower: Follower) -> torch.Tensor:
+        """Logits [vocab] after the prompt, fed in chunks of `prefill_chunk_tokens`; others may act between two."""
+        with self._turns.turn(), self.copies.lock:
+            self.brain.start_request()
+            self.copies.settle()
+        logits, at = torch.empty(0), 0
+        while at < len(prompt_ids):
+            with self._turns.turn():
+                chunk = prompt_ids[at : at + self.settings.prefill_chunk_tokens]
+                last = at + len(chunk) == len(prompt_ids)
+                logits = self.forward.prefill(chunk, at, last, follower.logits if follower.prompt_logits else None)
+            follower.fed(len(chunk))
+            at += len(chunk)
+        return logits
 
     def describe_memory(self) -> str:
         """Where the bytes are, on one line."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -22,6 +22,8 @@ from foreload.backend.policy.state import DECODE, KEPT, N_FREE, PREFILL
 from foreload.backend.policy.step import ACT_CPU, ACT_FETCH, ACT_HIT, ACT_LATE
 from foreload.backend.policy.window import Demand, demand_of, merge_predictions
 from foreload.backend.predict.gate import predict_gate
+
+LOGIT_ROWS = 32  # so that scoring a prompt of a large vocabulary takes little device memory
 
 
 class Forward:
@@ -197,8 +199,13 @@ class Forward:
 
     # Prefill
 
-    def prefill(self, token_ids: list[int], position: int, last: bool) -> Tensor:
-        """Logits [vocab] after feeding a prompt chunk at `position`; the `last` chunk fills the cache."""
+    def prefill(
+        self, token_ids: list[int], position: int, last: bool, each: Callable[[Tensor], None] | None = None
+    ) -> Tensor:
+        """Logits [vocab] after feeding a prompt chunk at `position`; the `last` chunk fills the cache.
+
+        `each` is given the logits of all positions (the last chunk's last one excepted), `LOGIT_ROWS` at a time.
+        """
         decoder, shape = self.decoder, self._shape
         log = RouteLog(self.observer, len(token_ids), shape.n_moe_layers, shape.top_k) if self.observer else None
         self._copies.phase = PREFILL
@@ -215,6 +222,9 @@ class Forward:
         self._copies.phase = DECODE
         if log is not None:
             log.close(True, position, token_ids)
+        if each is not None and len(token_ids) > last:
+            for rows in x[: len(token_ids) - last].split(LOGIT_ROWS):
+                each(decoder.logits(rows))
         return decoder.logits(x[-1:])[0]
 
     def _prefill_experts(self, at: int, routed: NDArray[np.int64], h: Tensor, weights: Tensor, last: bool) -> Tensor:
