@@ -36,6 +36,8 @@ def run(
     temperature: Annotated[float, typer.Option("--temperature", help="0: greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option("--top-p", help="Draw from the likeliest tokens of this probability.")] = 1.0,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the draws.")] = 0,
+    chat: Annotated[bool, typer.Option("--chat", help="Talk: each line of standard input is a turn.")] = False,
+    system: Annotated[str | None, typer.Option("--system", help="With --chat: the system message.")] = None,
     settings: SettingsFlag = None,
     profile: ProfileFlag = None,
     device: DeviceFlag = "auto",
@@ -47,17 +49,21 @@ def run(
 ) -> None:
     """Generate text, and say what a token cost.
 
-    Time per token, hit rate and bytes moved.
+    Time per token, hit rate and bytes moved. With --chat, a conversation in the model's own chat template.
     """
     from foreload.backend.sampling import Sampling
+    from foreload.cli.chat import chat as talk
 
-    if (prompt is None) == (prompt_file is None):
-        raise UsageError("give the text to continue with --prompt or --prompt-file, one of them")
-    text = prompt if prompt is not None else read_bytes(Path(str(prompt_file)), "prompt").decode("utf-8", "replace")
+    text = _text(prompt, prompt_file, chat)
+    if system is not None and not chat:
+        raise UsageError("--system goes with --chat")
     output = Output(as_json)
     options = engine_options(device, dtype, vram, link, context)
     sampling = Sampling(temperature, top_p, seed)
     with open_engine(model, options, load_settings(settings), profile, output) as engine:
+        if chat or text is None:
+            values = talk(engine, system, text, tokens, sampling, output)
+            return output.finish(values, lambda console: _show_turns(console, values["turns"]))
         with output.progress() as progress:
             task = progress.add_task("generating", total=tokens)
             generation = engine.generate(
@@ -65,6 +71,14 @@ def run(
             )
         values = {"text": engine.tokenizer.decode(generation.token_ids), **summary(engine, generation)}
     output.finish(values, lambda console: _show(console, text, values))
+
+
+def _text(prompt: str | None, prompt_file: Path | None, chat: bool) -> str | None:
+    """The text to continue; None for a chat that starts with standard input."""
+    given = (prompt is not None) + (prompt_file is not None)
+    if given == 2 or (given == 0 and not chat):
+        raise UsageError("give the text to continue with --prompt or --prompt-file, one of them")
+    return prompt if prompt_file is None else read_bytes(prompt_file, "prompt").decode("utf-8", "replace")
 
 
 def summary(engine: Engine, generation: Generation) -> dict[str, Any]:
@@ -110,6 +124,13 @@ def _show(console: Any, prompt: str, values: dict[str, Any]) -> None:
             },
         )
     )
+
+
+def _show_turns(console: Any, turns: list[dict[str, Any]]) -> None:
+    for number, turn in enumerate(turns, 1):
+        speed = "" if turn["tpot_ms"] is None else f", {turn['tpot_ms']:.2f} ms per token, {turn['hit_rate']:.1%} hits"
+        size = f"{turn['tokens']} tokens after {turn['prompt_tokens']} prompt tokens"
+        console.print(f"turn {number}: {size}, first after {turn['ttft_ms']:.1f} ms{speed} (measured)")
 
 
 def _escape(text: str) -> str:
