@@ -1,0 +1,1 @@
+"""Triton kernels and their torch equals. Importing this package needs no Triton; launching on a GPU does."""

@@ -1,0 +1,108 @@
+"""Dense kernels of a decode step, for n rows at once: norm and projection, projection and residual, embedding.
+
+Weights are read once for all rows (later rows find them in the caches); each row is computed by the same instructions
+whatever n is. Sums are fp32, in the order of the columns.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def embed(
+    given: tl.tensor, current: tl.tensor, table: tl.tensor, x: tl.tensor, HIDDEN: tl.constexpr, COLS: tl.constexpr
+) -> None:
+    """Program (row, column tile): x[row] = table[token]; the step's numbers move to device memory.
+
+    given int32 [3 + n]: sequence number, position of the first row, replayed row, token ids (host memory); `current`
+    holds its first three.
+    """
+    row, tile = tl.program_id(0), tl.program_id(1)
+    token = tl.load(given + 3 + row).to(tl.int64)
+    cols = tile * COLS + tl.arange(0, COLS)
+    inside = cols < HIDDEN
+    tl.store(x + row * HIDDEN + cols, tl.load(table + token * HIDDEN + cols, mask=inside), mask=inside)
+    if (row == 0) & (tile == 0):
+        for at in range(3):
+            tl.store(current + at, tl.load(given + at))
+
+
+@triton.jit
+def norm_linear(
+    x: tl.tensor,
+    norm: tl.tensor,
+    weights: tl.tensor,
+    bias: tl.tensor,
+    y: tl.tensor,
+    normed: tl.tensor,
+    N: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    OUT: tl.constexpr,
+    EPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    BIAS: tl.constexpr,
+    KEEP: tl.constexpr,
+) -> None:
+    """Program (row tile of `weights`): y [N, OUT] = weights @ rms_norm(x); KEEP: the first writes `normed`."""
+    tile = tl.program_id(0)
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    inside_rows = rows < OUT
+    for token in range(N):
+        squares = tl.zeros([COLS], tl.float32)
+        for at in range(0, HIDDEN, COLS):
+            cols = at + tl.arange(0, COLS)
+            value = tl.load(x + token * HIDDEN + cols, mask=cols < HIDDEN, other=0.0).to(tl.float32)
+            squares += value * value
+        scale = tl.rsqrt(tl.sum(squares, axis=0) / HIDDEN + EPS)
+        total = tl.zeros([ROWS, COLS], tl.float32)
+        for at in range(0, HIDDEN, COLS):
+            cols = at + tl.arange(0, COLS)
+            inside = cols < HIDDEN
+            value = tl.load(x + token * HIDDEN + cols, mask=inside, other=0.0).to(tl.float32)
+            value = value * scale * tl.load(norm + cols, mask=inside, other=0.0).to(tl.float32)
+            value = value.to(x.dtype.element_ty)
+            if KEEP:
+                tl.store(normed + token * HIDDEN + cols, value, mask=inside & (tile + 0 * cols == 0))
+            mask = inside_rows[:, None] & inside[None, :]
+            block = tl.load(weights + (rows.to(tl.int64) * HIDDEN)[:, None] + cols[None, :], mask=mask, other=0.0)
+            total += block.to(tl.float32) * value.to(tl.float32)[None, :]
+        found = tl.sum(total, axis=1)
+        if BIAS:
+            found += tl.load(bias + rows, mask=inside_rows, other=0.0).to(tl.float32)
+        tl.store(y + token * OUT + rows, found.to(y.dtype.element_ty), mask=inside_rows)
+
+
+@triton.jit
+def linear_residual(
+    x: tl.tensor,
+    weights: tl.tensor,
+    bias: tl.tensor,
+    residual: tl.tensor,
+    y: tl.tensor,
+    N: tl.constexpr,
+    WIDTH: tl.constexpr,
+    OUT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    BIAS: tl.constexpr,
+) -> None:
+    """Program (row tile of `weights`): y [N, OUT] = residual + weights @ x [N, WIDTH]."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside_rows = rows < OUT
+    for token in range(N):
+        total = tl.zeros([ROWS, COLS], tl.float32)
+        for at in range(0, WIDTH, COLS):
+            cols = at + tl.arange(0, COLS)
+            inside = cols < WIDTH
+            value = tl.load(x + token * WIDTH + cols, mask=inside, other=0.0).to(tl.float32)
+            mask = inside_rows[:, None] & inside[None, :]
+            block = tl.load(weights + (rows * WIDTH)[:, None] + cols[None, :], mask=mask, other=0.0)
+            total += block.to(tl.float32) * value[None, :]
+        found = tl.sum(total, axis=1)
+        if BIAS:
+            found += tl.load(bias + rows, mask=inside_rows, other=0.0).to(tl.float32)
+        found += tl.load(residual + token * OUT + rows, mask=inside_rows, other=0.0).to(tl.float32)
+        tl.store(y + token * OUT + rows, found.to(y.dtype.element_ty), mask=inside_rows)

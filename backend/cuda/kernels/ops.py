@@ -1,0 +1,175 @@
+"""`Ops`: the blocks of a decode step as functions on static tensors, once in Triton and once in torch.
+
+n rows (positions) are fed at once, k experts serve each; an item is row * k + rank. Every output is written into a
+tensor that is given, so that the calls can be captured in a CUDA graph. Shapes are in the kernels' docstrings.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foreload.backend.cuda.kernels.layout import ENTRY, BlockLayout
+from foreload.errors import UsageError
+
+WORDS_BEFORE = 16
+"""Words (int32) before the ids in what a layer publishes; the first is the sequence number."""
+
+
+@dataclass
+class ExpertBuffers:
+    """What expert kernels read and write, for at most `items` items.
+
+    plan int64 [groups, ENTRY] and listed int64 [items] may be host memory that the device reads; their mirrors are on
+    the device. mid fp32 [items, width], out fp32 [items, hidden].
+    """
+
+    plan: Tensor
+    listed: Tensor
+    plan_mirror: Tensor
+    listed_mirror: Tensor
+    mid: Tensor
+    out: Tensor
+
+    @classmethod
+    def on(cls, device: torch.device, layout: BlockLayout, items: int) -> ExpertBuffers:
+        """Buffers whose plan is on the device too."""
+        plan = torch.zeros(items, ENTRY, device=device, dtype=torch.int64)
+        listed = torch.zeros(items, device=device, dtype=torch.int64)
+        mid = torch.empty(items, layout.width, device=device, dtype=torch.float32)
+        out = torch.empty(items, layout.hidden, device=device, dtype=torch.float32)
+        return cls(plan, listed, torch.zeros_like(plan), torch.zeros_like(listed), mid, out)
+
+    def with_plan(self, plan: Tensor, listed: Tensor, mirror: Tensor) -> ExpertBuffers:
+        """The same outputs under another plan and its mirror."""
+        return ExpertBuffers(plan, listed, mirror, self.listed_mirror, self.mid, self.out)
+
+
+@dataclass
+class AttentionScratch:
+    """Attention by chunk, fp32: largest and weight [n, heads, chunks], partial [n, heads, chunks, dim]."""
+
+    chunk: int
+    largest: Tensor
+    weight: Tensor
+    partial: Tensor
+
+    @classmethod
+    def on(cls, device: torch.device, rows: int, heads: int, dim: int, context: int) -> AttentionScratch:
+        """Scratch for `rows` rows; chunks depend on the context's size alone, so results do not depend on n."""
+        chunk = chunk_tokens(context)
+        chunks = -(-context // chunk)
+        largest = torch.empty(rows, heads, chunks, device=device, dtype=torch.float32)
+        partial = torch.empty(rows, heads, chunks, dim, device=device, dtype=torch.float32)
+        return cls(chunk, largest, torch.empty_like(largest), partial)
+
+
+def chunk_tokens(context: int) -> int:
+    """Keys per chunk of attention: at most 128 chunks, none under 64 keys."""
+    return max(64, power_of_two(-(-context // 128)))
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+class Ops(ABC):
+    """The blocks; see the module for what n, k and items are."""
+
+    @abstractmethod
+    def embed(self, given: Tensor, current: Tensor, table: Tensor, x: Tensor) -> None:
+        """x [n, hidden] from the tokens in `given`, whose first three numbers go to `current`."""
+
+    @abstractmethod
+    def norm_linear(
+        self,
+        x: Tensor,
+        norm: Tensor,
+        weights: Tensor,
+        bias: Tensor | None,
+        y: Tensor,
+        normed: Tensor | None,
+        eps: float,
+    ) -> None:
+        """y = weights @ rms_norm(x) + bias; `normed` receives the norm's output."""
+
+    @abstractmethod
+    def rope_store(
+        self,
+        qkv: Tensor,
+        qk_norm: Tensor | None,
+        tables: tuple[Tensor, Tensor],
+        current: Tensor,
+        q: Tensor,
+        cache: tuple[Tensor, Tensor],
+        eps: float,
+    ) -> None:
+        """Per-head norm and rotation of q and k; k and v go into the layer's cache at the current position."""
+
+    @abstractmethod
+    def attend(
+        self,
+        q: Tensor,
+        cache: tuple[Tensor, Tensor],
+        current: Tensor,
+        scratch: AttentionScratch,
+        out: Tensor,
+        scale: float,
+        window: int = 0,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """Causal attention of q [n, heads, dim] over the cache up to each row's position; out [n, heads * dim]."""
+
+    @abstractmethod
+    def linear_residual(self, x: Tensor, weights: Tensor, bias: Tensor | None, residual: Tensor, y: Tensor) -> None:
+        """y = residual + weights @ x + bias."""
+
+    @abstractmethod
+    def top_k(self, logits: Tensor, ids: Tensor, weights: Tensor, normalise: bool) -> None:
+        """Softmax over all experts, the k largest in rank order (ties: the lower id)."""
+
+    @abstractmethod
+    def replay_routes(
+        self, current: Tensor, tables: tuple[Tensor, Tensor], layer: int, ids: Tensor, weights: Tensor
+    ) -> None:
+        """Recorded ids and weights ([rows, layers, k]) in place of the router's."""
+
+    @abstractmethod
+    def replay_predictions(self, current: Tensor, table: Tensor, first: int, predicted: Tensor) -> None:
+        """Recorded predictions (int16 [depths, rows, layers, stored width]) in place of those of layers `first`.. ."""
+
+    @abstractmethod
+    def publish(
+        self,
+        current: Tensor,
+        ids: Tensor,
+        predicted: Tensor | None,
+        rows: Tensor,
+        words: Tensor,
+        host_rows: Tensor | None,
+    ) -> None:
+        """Ids, predictions and (with `host_rows`) the experts' input to host memory, then the sequence number."""
+
+    @abstractmethod
+    def plan_resident(self, ids: Tensor, addresses: Tensor, layer: int, plan: Tensor, listed: Tensor) -> None:
+        """The plan of a layer whose experts are all resident, from the table of addresses int64 [layers, experts]."""
+
+    @abstractmethod
+    def experts(self, layout: BlockLayout, k: int, x: Tensor, buffers: ExpertBuffers) -> None:
+        """Unweighted fp32 outputs of the planned items."""
+
+    @abstractmethod
+    def combine(
+        self, r: Tensor, weights: Tensor, out: Tensor, host_out: Tensor | None, on_host: Tensor | None, x: Tensor
+    ) -> None:
+        """x = r + weighted outputs in rank order, in fp32; an item that is `on_host` is read from `host_out`."""
+
+
+def check_layout(layout: BlockLayout) -> None:
+    """UsageError for a block the kernels cannot read."""
+    if layout.format == "mxfp4" and (layout.hidden % 32 or layout.width % 32):
+        raise UsageError(f"mxfp4 experts need sizes in multiples of 32, not {layout.hidden} and {layout.width}")

@@ -1,0 +1,159 @@
+"""Router kernels: scores to ranked experts, replayed routing in their place, and word of it to the host."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def top_k(
+    logits: tl.tensor,
+    ids: tl.tensor,
+    weights: tl.tensor,
+    EXPERTS: tl.constexpr,
+    EXPERTS_UP: tl.constexpr,
+    K: tl.constexpr,
+    K_UP: tl.constexpr,
+    NORMALISE: tl.constexpr,
+) -> None:
+    """Program (row): softmax over all experts in fp32, the K largest in rank order (ties: the lower id).
+
+    logits [n, EXPERTS] fp32; ids [n, K] int64, weights [n, K] fp32. _UP: the next power of two.
+    """
+    row = tl.program_id(0)
+    experts, ranks = tl.arange(0, EXPERTS_UP), tl.arange(0, K_UP)
+    left = tl.load(logits + row * EXPERTS + experts, mask=experts < EXPERTS, other=float("-inf"))
+    highest = tl.max(left, axis=0)
+    total = tl.sum(tl.exp(left - highest), axis=0)
+    chosen, chances = tl.zeros([K_UP], tl.int32), tl.zeros([K_UP], tl.float32)
+    for rank in range(K):
+        best = tl.max(left, axis=0)
+        first = tl.min(tl.where(left == best, experts, EXPERTS - 1), axis=0)
+        chosen = tl.where(ranks == rank, first, chosen)
+        chances = tl.where(ranks == rank, tl.exp(best - highest) / total, chances)
+        left = tl.where(experts == first, float("-inf"), left)
+    if NORMALISE:
+        chances = chances / tl.sum(chances, axis=0)
+    tl.store(ids + row * K + ranks, chosen.to(tl.int64), mask=ranks < K)
+    tl.store(weights + row * K + ranks, chances, mask=ranks < K)
+
+
+@triton.jit
+def replay_routes(
+    current: tl.tensor,
+    table_ids: tl.tensor,
+    table_weights: tl.tensor,
+    ids: tl.tensor,
+    weights: tl.tensor,
+    LAYER: tl.constexpr,
+    LAYERS: tl.constexpr,
+    K: tl.constexpr,
+    K_UP: tl.constexpr,
+) -> None:
+    """Program (row): ids and weights of this layer become the recorded ones; tables [rows, LAYERS, K]."""
+    row = tl.program_id(0)
+    ranks = tl.arange(0, K_UP)
+    inside = ranks < K
+    start = ((tl.load(current + 2) + row).to(tl.int64) * LAYERS + LAYER) * K
+    tl.store(ids + row * K + ranks, tl.load(table_ids + start + ranks, mask=inside, other=0).to(tl.int64), mask=inside)
+    chances = tl.load(table_weights + start + ranks, mask=inside, other=0.0).to(tl.float32)
+    tl.store(weights + row * K + ranks, chances, mask=inside)
+
+
+@triton.jit
+def replay_predictions(
+    current: tl.tensor,
+    table: tl.tensor,
+    predicted: tl.tensor,
+    TABLE_ROWS: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAYERS: tl.constexpr,
+    STORED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_UP: tl.constexpr,
+) -> None:
+    """Program (row, target): predictions for layer FIRST + target become the recorded ones.
+
+    table int16 [depths, TABLE_ROWS, LAYERS, STORED]; predicted int64 [targets, n, WIDTH].
+    """
+    row, target = tl.program_id(0), tl.program_id(1)
+    ranks = tl.arange(0, WIDTH_UP)
+    inside = ranks < WIDTH
+    rows = tl.num_programs(0)
+    here = tl.load(current + 2).to(tl.int64) + row
+    start = ((target * TABLE_ROWS + here) * LAYERS + FIRST + target) * STORED
+    found = tl.load(table + start + ranks, mask=inside, other=-1).to(tl.int64)
+    tl.store(predicted + (target * rows + row) * WIDTH + ranks, found, mask=inside)
+
+
+@triton.jit
+def publish(
+    current: tl.tensor,
+    ids: tl.tensor,
+    predicted: tl.tensor,
+    rows: tl.tensor,
+    words: tl.tensor,
+    host_rows: tl.tensor,
+    IDS: tl.constexpr,
+    IDS_UP: tl.constexpr,
+    PREDICTED: tl.constexpr,
+    PREDICTED_UP: tl.constexpr,
+    ELEMENTS: tl.constexpr,
+    COLS: tl.constexpr,
+    FENCE: tl.constexpr,
+) -> None:
+    """One program: ids, predictions and ELEMENTS of the experts' input go to host memory; then the sequence number.
+
+    words int32 [16 + IDS + PREDICTED], the first the sequence number, which the host polls. All stores of the block
+    come before the barrier, and the system-wide fence puts them before the number.
+    """
+    at = tl.arange(0, IDS_UP)
+    tl.store(words + 16 + at, tl.load(ids + at, mask=at < IDS, other=0).to(tl.int32), mask=at < IDS)
+    if PREDICTED > 0:
+        then = tl.arange(0, PREDICTED_UP)
+        inside = then < PREDICTED
+        tl.store(words + 16 + IDS + then, tl.load(predicted + then, mask=inside, other=-1).to(tl.int32), mask=inside)
+    for first in range(0, ELEMENTS, COLS):
+        cols = first + tl.arange(0, COLS)
+        tl.store(host_rows + cols, tl.load(rows + cols, mask=cols < ELEMENTS), mask=cols < ELEMENTS)
+    tl.debug_barrier()
+    number = tl.load(current)
+    if FENCE:
+        number = tl.inline_asm_elementwise(
+            "fence.acq_rel.sys; mov.b32 $0, $1;", "=r,r", [number], dtype=tl.int32, is_pure=False, pack=1
+        )
+    tl.store(words, number)
+
+
+@triton.jit
+def plan_resident(
+    ids: tl.tensor,
+    addresses: tl.tensor,
+    plan: tl.tensor,
+    items: tl.tensor,
+    LAYER: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    N_ITEMS: tl.constexpr,
+    ITEMS_UP: tl.constexpr,
+    ENTRY: tl.constexpr,
+) -> None:
+    """One program: the plan of a layer whose experts are all resident; addresses int64 [layers, EXPERTS].
+
+    The group of an expert stands where its first item does, so groups need no counting across items.
+    """
+    at = tl.arange(0, ITEMS_UP)
+    inside = at < N_ITEMS
+    expert = tl.load(ids + at, mask=inside, other=-1)
+    same = (expert[:, None] == expert[None, :]) & inside[:, None] & inside[None, :]
+    first = tl.min(tl.where(same, at[None, :], ITEMS_UP), axis=1)
+    count = tl.sum(same.to(tl.int32), axis=1)
+    before = tl.sum((same & (at[None, :] < at[:, None])).to(tl.int32), axis=1)
+    leads = (first == at) & inside
+    # Items sorted by (group, item): those of groups that begin earlier come first.
+    start = tl.sum(tl.where(inside[None, :] & (first[None, :] < first[:, None]), 1, 0), axis=1)
+    address = tl.load(addresses + LAYER * EXPERTS + expert, mask=leads, other=0)
+    tl.store(plan + at * ENTRY, address, mask=inside)
+    tl.store(plan + at * ENTRY + 1, start.to(tl.int64), mask=inside)
+    tl.store(plan + at * ENTRY + 2, count.to(tl.int64), mask=inside)
+    tl.store(items + start + before, at.to(tl.int64), mask=inside)

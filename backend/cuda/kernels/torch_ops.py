@@ -1,0 +1,201 @@
+"""The blocks of a decode step in plain torch: the kernels' reference, and what serves where there is no Triton."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from foreload.backend.cuda.kernels.layout import BlockLayout, Part
+from foreload.backend.cuda.kernels.ops import WORDS_BEFORE, AttentionScratch, ExpertBuffers, Ops
+
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+
+
+def _bytes_at(address: int, size: int) -> Tensor:
+    """The `size` bytes of host memory at an address."""
+    return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
+
+
+def _strided(memory: Tensor, at: int, stride: int, rows: int, row_bytes: int) -> Tensor:
+    """Rows [rows, row_bytes] of a block."""
+    return torch.stack([memory[at + row * stride : at + row * stride + row_bytes] for row in range(rows)])
+
+
+def matrix(memory: Tensor, layout: BlockLayout, part: Part, rows: int, columns: int) -> tuple[Tensor, Tensor | None]:
+    """One matrix of a block in fp32 [rows, columns], and its bias [rows] or None."""
+    bias = None
+    if part.bias >= 0:
+        bias = _strided(memory, part.bias, part.bias_stride, rows, 4).view(torch.float32)[:, 0]
+    if layout.format == "mxfp4":
+        packed = _strided(memory, part.at, part.stride, rows, columns // 2)
+        codes = torch.stack([packed & 15, packed >> 4], -1).view(rows, columns)
+        powers = _strided(memory, part.scales, part.scale_stride, rows, columns // 32).float() - 127
+        return E2M1[codes.long()] * torch.exp2(powers).repeat_interleave(32, 1), bias
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
+    dtype = dtypes[layout.format]
+    weights = _strided(memory, part.at, part.stride, rows, columns * dtype.itemsize).view(dtype).float()
+    if part.scales >= 0:
+        weights = weights * _strided(memory, part.scales, part.scale_stride, rows, 4).view(torch.float32)
+    return weights, bias
+
+
+def activated(gate: Tensor, up: Tensor, layout: BlockLayout) -> Tensor:
+    """silu(gate) * up, or GPT-OSS's clamped form."""
+    if layout.activation == "silu":
+        return F.silu(gate) * up
+    gate, up = gate.clamp(max=layout.limit), up.clamp(-layout.limit, layout.limit)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+class TorchOps(Ops):
+    """Blocks on the CPU; blocks of experts are read at their addresses in host memory."""
+
+    def embed(self, given: Tensor, current: Tensor, table: Tensor, x: Tensor) -> None:  # noqa: D102
+        x.copy_(table[given[3 : 3 + len(x)].long()])
+        current[:3] = given[:3]
+
+    def norm_linear(  # noqa: D102
+        self,
+        x: Tensor,
+        norm: Tensor,
+        weights: Tensor,
+        bias: Tensor | None,
+        y: Tensor,
+        normed: Tensor | None,
+        eps: float,
+    ) -> None:
+        value = F.rms_norm(x.float(), (x.shape[1],), norm.float(), eps).to(x.dtype)
+        if normed is not None:
+            normed.copy_(value)
+        y.copy_(_rows(value, weights, bias))
+
+    def rope_store(  # noqa: D102
+        self,
+        qkv: Tensor,
+        qk_norm: Tensor | None,
+        tables: tuple[Tensor, Tensor],
+        current: Tensor,
+        q: Tensor,
+        cache: tuple[Tensor, Tensor],
+        eps: float,
+    ) -> None:
+        n, heads, dim = q.shape
+        kv_heads, at = cache[0].shape[0], int(current[1])
+        rows = qkv.view(n, heads + 2 * kv_heads, dim).float()
+        qk = rows[:, : heads + kv_heads]
+        if qk_norm is not None:
+            qk = F.rms_norm(qk, (dim,), None, eps) * qk_norm.float()
+        cos, sin = (table[at : at + n].view(n, 1, dim).float() for table in tables)
+        qk = qk * cos + qk.roll(dim // 2, -1) * sin
+        q.copy_(qk[:, :heads])
+        cache[0][:, at : at + n] = qk[:, heads:].transpose(0, 1).to(q.dtype)
+        cache[1][:, at : at + n] = rows[:, heads + kv_heads :].transpose(0, 1).to(q.dtype)
+
+    def attend(  # noqa: D102
+        self,
+        q: Tensor,
+        cache: tuple[Tensor, Tensor],
+        current: Tensor,
+        scratch: AttentionScratch,
+        out: Tensor,
+        scale: float,
+        window: int = 0,
+        sinks: Tensor | None = None,
+    ) -> None:
+        n, heads, dim = q.shape
+        group = heads // cache[0].shape[0]
+        for row in range(n):  # one at a time: a row does not depend on its company
+            end = int(current[1]) + row + 1
+            start = max(0, end - window) if window else 0
+            keys, values = (part[:, start:end].float().repeat_interleave(group, 0) for part in cache)
+            scores = (keys @ q[row].float()[..., None])[..., 0] * scale
+            if sinks is not None:
+                scores = torch.cat([scores, sinks.float()[:, None]], 1)
+            chances = scores.softmax(-1)[:, : end - start]
+            out[row] = (chances[:, None] @ values)[:, 0].reshape(heads * dim)
+
+    def linear_residual(self, x: Tensor, weights: Tensor, bias: Tensor | None, residual: Tensor, y: Tensor) -> None:  # noqa: D102
+        y.copy_(residual.float() + _rows(x, weights, bias))
+
+    def top_k(self, logits: Tensor, ids: Tensor, weights: Tensor, normalise: bool) -> None:  # noqa: D102
+        order = logits.argsort(dim=-1, descending=True, stable=True)[:, : ids.shape[1]]
+        chances = logits.float().softmax(-1).gather(1, order)
+        ids.copy_(order)
+        weights.copy_(chances / chances.sum(-1, keepdim=True) if normalise else chances)
+
+    def replay_routes(  # noqa: D102
+        self, current: Tensor, tables: tuple[Tensor, Tensor], layer: int, ids: Tensor, weights: Tensor
+    ) -> None:
+        at = int(current[2])
+        ids.copy_(tables[0][at : at + len(ids), layer])
+        weights.copy_(tables[1][at : at + len(ids), layer])
+
+    def replay_predictions(self, current: Tensor, table: Tensor, first: int, predicted: Tensor) -> None:  # noqa: D102
+        at = int(current[2])
+        targets, n, width = predicted.shape
+        for target in range(targets):
+            predicted[target] = table[target, at : at + n, first + target, :width]
+
+    def publish(  # noqa: D102
+        self,
+        current: Tensor,
+        ids: Tensor,
+        predicted: Tensor | None,
+        rows: Tensor,
+        words: Tensor,
+        host_rows: Tensor | None,
+    ) -> None:
+        end = WORDS_BEFORE + ids.numel()
+        words[WORDS_BEFORE:end] = ids.reshape(-1)
+        if predicted is not None:
+            words[end : end + predicted.numel()] = predicted.reshape(-1)
+        if host_rows is not None:
+            host_rows.copy_(rows)
+        words[0] = current[0]
+
+    def plan_resident(self, ids: Tensor, addresses: Tensor, layer: int, plan: Tensor, listed: Tensor) -> None:  # noqa: D102
+        flat, at = ids.reshape(-1).tolist(), 0
+        plan[: len(flat)] = 0
+        for item, expert in enumerate(flat):
+            if expert in flat[:item]:
+                continue
+            same = [other for other, its in enumerate(flat) if its == expert]
+            plan[item, :3] = torch.tensor([int(addresses[layer, expert]), at, len(same)])
+            listed[at : at + len(same)] = torch.tensor(same)
+            at += len(same)
+
+    def experts(self, layout: BlockLayout, k: int, x: Tensor, buffers: ExpertBuffers) -> None:  # noqa: D102
+        buffers.plan_mirror[: len(buffers.plan)] = buffers.plan
+        for address, first, count, _ in buffers.plan.tolist():
+            if not address:
+                continue
+            memory = _bytes_at(address, layout.block_bytes)
+            gate, gate_bias = matrix(memory, layout, layout.gate, layout.width, layout.hidden)
+            up, up_bias = matrix(memory, layout, layout.up, layout.width, layout.hidden)
+            down, down_bias = matrix(memory, layout, layout.down, layout.hidden, layout.width)
+            for item in buffers.listed[first : first + count].tolist():
+                row = x[item // k][None].float()
+                mid = activated(_rows(row, gate, gate_bias), _rows(row, up, up_bias), layout)
+                buffers.mid[item] = mid[0]
+                buffers.out[item] = _rows(mid, down, down_bias)[0]
+
+    def combine(  # noqa: D102
+        self, r: Tensor, weights: Tensor, out: Tensor, host_out: Tensor | None, on_host: Tensor | None, x: Tensor
+    ) -> None:
+        total = torch.zeros(r.shape, dtype=torch.float32)
+        for rank in range(weights.shape[1]):
+            items = torch.arange(len(r)) * weights.shape[1] + rank
+            found = out[items]
+            if host_out is not None and on_host is not None:
+                found = torch.where(on_host[items, None] != 0, host_out[items].float(), found)
+            total += weights[:, rank, None] * found
+        x.copy_(r.float() + total)
+
+
+def _rows(x: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
+    """x @ weights^T + bias in fp32, row by row, so that a row's bits do not depend on the others."""
+    found = torch.stack([torch.mv(weights.float(), row.float()) for row in x])
+    return found if bias is None else found + bias.float()

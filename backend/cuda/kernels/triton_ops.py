@@ -1,0 +1,318 @@
+"""The blocks of a decode step as Triton kernels. Tile sizes suit Hopper."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from foreload.backend.cuda.kernels import attention, dense, experts, route
+from foreload.backend.cuda.kernels.layout import ENTRY, BlockLayout
+from foreload.backend.cuda.kernels.ops import (
+    AttentionScratch,
+    ExpertBuffers,
+    Ops,
+    check_layout,
+    power_of_two,
+)
+
+BUILD: dict[str, Any] = {"enable_fp_fusion": True}
+ROWS, COLS = 4, 1024
+"""A program of a matrix-vector kernel: rows, and columns it reads at once."""
+
+
+def _tiles(count: int, size: int) -> int:
+    return -(-count // size)
+
+
+def _cols(width: int) -> int:
+    return min(COLS, max(16, power_of_two(width)))
+
+
+class TritonOps(Ops):
+    """Blocks on a GPU (or, with TRITON_INTERPRET=1, on the CPU); `fence`: words to the host are ordered by a fence."""
+
+    def __init__(self, fence: bool = True) -> None:
+        self._fence = fence
+
+    def embed(self, given: Tensor, current: Tensor, table: Tensor, x: Tensor) -> None:  # noqa: D102
+        hidden = x.shape[1]
+        cols = _cols(hidden)
+        dense.embed[(len(x), _tiles(hidden, cols))](given, current, table, x, HIDDEN=hidden, COLS=cols, **BUILD)
+
+    def norm_linear(  # noqa: D102
+        self,
+        x: Tensor,
+        norm: Tensor,
+        weights: Tensor,
+        bias: Tensor | None,
+        y: Tensor,
+        normed: Tensor | None,
+        eps: float,
+    ) -> None:
+        (n, hidden), out = x.shape, y.shape[1]
+        dense.norm_linear[(_tiles(out, ROWS),)](
+            x,
+            norm,
+            weights,
+            norm if bias is None else bias,
+            y,
+            x if normed is None else normed,
+            N=n,
+            HIDDEN=hidden,
+            OUT=out,
+            EPS=eps,
+            ROWS=ROWS,
+            COLS=_cols(hidden),
+            BIAS=bias is not None,
+            KEEP=normed is not None,
+            **BUILD,
+        )
+
+    def rope_store(  # noqa: D102
+        self,
+        qkv: Tensor,
+        qk_norm: Tensor | None,
+        tables: tuple[Tensor, Tensor],
+        current: Tensor,
+        q: Tensor,
+        cache: tuple[Tensor, Tensor],
+        eps: float,
+    ) -> None:
+        n, heads, dim = q.shape
+        kv_heads, context = cache[0].shape[:2]
+        attention.rope_store[(n, heads + 2 * kv_heads)](
+            qkv,
+            q if qk_norm is None else qk_norm,
+            *tables,
+            current,
+            q,
+            *cache,
+            HEADS=heads,
+            KV_HEADS=kv_heads,
+            DIM=dim,
+            DIMS=power_of_two(dim),
+            CONTEXT=context,
+            EPS=eps,
+            NORM=qk_norm is not None,
+            num_warps=1,
+            **BUILD,
+        )
+
+    def attend(  # noqa: D102
+        self,
+        q: Tensor,
+        cache: tuple[Tensor, Tensor],
+        current: Tensor,
+        scratch: AttentionScratch,
+        out: Tensor,
+        scale: float,
+        window: int = 0,
+        sinks: Tensor | None = None,
+    ) -> None:
+        n, heads, dim = q.shape
+        kv_heads, context = cache[0].shape[:2]
+        chunks, dims = scratch.largest.shape[2], max(16, power_of_two(dim))
+        attention.attend_chunks[(kv_heads, chunks)](
+            q,
+            *cache,
+            current,
+            scratch.largest,
+            scratch.weight,
+            scratch.partial,
+            N=n,
+            HEADS=heads,
+            KV_HEADS=kv_heads,
+            DIM=dim,
+            DIMS=dims,
+            CONTEXT=context,
+            CHUNKS=chunks,
+            CHUNK=scratch.chunk,
+            BLOCK=64,
+            M=max(16, power_of_two(n * (heads // kv_heads))),
+            SCALE=scale,
+            WINDOW=window,
+            **BUILD,
+        )
+        attention.attend_merge[(n, heads)](
+            scratch.largest,
+            scratch.weight,
+            scratch.partial,
+            q if sinks is None else sinks,
+            current,
+            out,
+            HEADS=heads,
+            DIM=dim,
+            DIMS=dims,
+            CHUNKS=chunks,
+            CHUNKS_UP=power_of_two(chunks),
+            CHUNK=scratch.chunk,
+            BLOCK=16,
+            SINKS=sinks is not None,
+            **BUILD,
+        )
+
+    def linear_residual(self, x: Tensor, weights: Tensor, bias: Tensor | None, residual: Tensor, y: Tensor) -> None:  # noqa: D102
+        (n, width), out = x.shape, y.shape[1]
+        dense.linear_residual[(_tiles(out, ROWS),)](
+            x,
+            weights,
+            residual if bias is None else bias,
+            residual,
+            y,
+            N=n,
+            WIDTH=width,
+            OUT=out,
+            ROWS=ROWS,
+            COLS=_cols(width),
+            BIAS=bias is not None,
+            **BUILD,
+        )
+
+    def top_k(self, logits: Tensor, ids: Tensor, weights: Tensor, normalise: bool) -> None:  # noqa: D102
+        (n, k), count = ids.shape, logits.shape[1]
+        route.top_k[(n,)](
+            logits,
+            ids,
+            weights,
+            EXPERTS=count,
+            EXPERTS_UP=power_of_two(count),
+            K=k,
+            K_UP=power_of_two(k),
+            NORMALISE=normalise,
+            num_warps=1,
+            **BUILD,
+        )
+
+    def replay_routes(  # noqa: D102
+        self, current: Tensor, tables: tuple[Tensor, Tensor], layer: int, ids: Tensor, weights: Tensor
+    ) -> None:
+        n, k = ids.shape
+        layers = tables[0].shape[1]
+        route.replay_routes[(n,)](
+            current, *tables, ids, weights, LAYER=layer, LAYERS=layers, K=k, K_UP=power_of_two(k), num_warps=1, **BUILD
+        )
+
+    def replay_predictions(self, current: Tensor, table: Tensor, first: int, predicted: Tensor) -> None:  # noqa: D102
+        targets, n, width = predicted.shape
+        _, rows, layers, stored = table.shape
+        route.replay_predictions[(n, targets)](
+            current,
+            table,
+            predicted,
+            TABLE_ROWS=rows,
+            FIRST=first,
+            LAYERS=layers,
+            STORED=stored,
+            WIDTH=width,
+            WIDTH_UP=power_of_two(width),
+            num_warps=1,
+            **BUILD,
+        )
+
+    def publish(  # noqa: D102
+        self,
+        current: Tensor,
+        ids: Tensor,
+        predicted: Tensor | None,
+        rows: Tensor,
+        words: Tensor,
+        host_rows: Tensor | None,
+    ) -> None:
+        count = 0 if predicted is None else predicted.numel()
+        route.publish[(1,)](
+            current,
+            ids,
+            ids if predicted is None else predicted,
+            rows,
+            words,
+            rows if host_rows is None else host_rows,
+            IDS=ids.numel(),
+            IDS_UP=power_of_two(ids.numel()),
+            PREDICTED=count,
+            PREDICTED_UP=power_of_two(count),
+            ELEMENTS=0 if host_rows is None else rows.numel(),
+            COLS=COLS,
+            FENCE=self._fence,
+            **BUILD,
+        )
+
+    def plan_resident(self, ids: Tensor, addresses: Tensor, layer: int, plan: Tensor, listed: Tensor) -> None:  # noqa: D102
+        route.plan_resident[(1,)](
+            ids,
+            addresses,
+            plan,
+            listed,
+            LAYER=layer,
+            EXPERTS=addresses.shape[1],
+            N_ITEMS=ids.numel(),
+            ITEMS_UP=power_of_two(ids.numel()),
+            ENTRY=ENTRY,
+            **BUILD,
+        )
+
+    def experts(self, layout: BlockLayout, k: int, x: Tensor, buffers: ExpertBuffers) -> None:  # noqa: D102
+        check_layout(layout)
+        groups = len(buffers.plan)
+        build = {"ROWS": ROWS, "ALIGN": 16 if layout.aligned else 1, "FORMAT": layout.format, "ENTRY": ENTRY, **BUILD}
+        gate, up, last = layout.gate, layout.up, layout.down
+        experts.gate_up[(groups, _tiles(layout.width, ROWS))](
+            buffers.plan,
+            buffers.plan_mirror,
+            buffers.listed,
+            buffers.listed_mirror,
+            x,
+            buffers.mid,
+            K=k,
+            HIDDEN=layout.hidden,
+            WIDTH=layout.width,
+            COLS=_cols(layout.hidden),
+            ACTIVATION=layout.activation,
+            LIMIT=layout.limit,
+            GATE=gate.at,
+            UP=up.at,
+            STRIDE=gate.stride,
+            GATE_SCALES=gate.scales,
+            UP_SCALES=up.scales,
+            SCALE_STRIDE=gate.scale_stride,
+            GATE_BIAS=gate.bias,
+            UP_BIAS=up.bias,
+            BIAS_STRIDE=gate.bias_stride,
+            **build,
+        )
+        experts.down[(groups, _tiles(layout.hidden, ROWS))](
+            buffers.plan_mirror,
+            buffers.listed_mirror,
+            buffers.mid,
+            buffers.out,
+            HIDDEN=layout.hidden,
+            WIDTH=layout.width,
+            COLS=_cols(layout.width),
+            DOWN=last.at,
+            STRIDE=last.stride,
+            SCALES=last.scales,
+            SCALE_STRIDE=last.scale_stride,
+            BIAS=last.bias,
+            BIAS_STRIDE=last.bias_stride,
+            **build,
+        )
+
+    def combine(  # noqa: D102
+        self, r: Tensor, weights: Tensor, out: Tensor, host_out: Tensor | None, on_host: Tensor | None, x: Tensor
+    ) -> None:
+        n, hidden = r.shape
+        cols = _cols(hidden)
+        there = host_out is not None and on_host is not None
+        experts.combine[(n, _tiles(hidden, cols))](
+            r,
+            weights,
+            out,
+            host_out if there else out,
+            on_host if there else weights,
+            x,
+            K=weights.shape[1],
+            HIDDEN=hidden,
+            COLS=cols,
+            HOST=there,
+            **BUILD,
+        )

@@ -1,0 +1,44 @@
+"""What the compiler makes of the kernels for an H100 or H200; needs Triton, but no GPU."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import sys, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from foreload.backend.cuda.kernels import experts
+hidden, width = 2048, 768
+matrix, row = 2 * hidden * width, 2 * hidden
+fixed = dict(ENTRY=4, K=8, HIDDEN=hidden, WIDTH=width, ROWS=4, COLS=1024, ALIGN=int(sys.argv[1]), FORMAT="bfloat16",
+    ACTIVATION="silu", LIMIT=7.0, GATE=0, UP=matrix, STRIDE=row, GATE_SCALES=-1, UP_SCALES=-1, SCALE_STRIDE=0,
+    GATE_BIAS=-1, UP_BIAS=-1, BIAS_STRIDE=0)
+tensors = dict(plan="*i64", mirror="*i64", items="*i64", items_mirror="*i64", x="*bf16", mid="*fp32")
+aligned = {(at,): [["tt.divisibility", 16]] for at in range(len(tensors))}
+source = ASTSource(experts.gate_up, {**tensors, **dict.fromkeys(fixed, "constexpr")}, fixed, aligned)
+options = {"num_warps": 4, "enable_fp_fusion": True}
+print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
+"""
+
+
+def loads(alignment: int) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(alignment)], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return re.findall(r"ld\.global\S*", done.stdout)
+
+
+@pytest.mark.integration
+def test_weights_are_read_sixteen_bytes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An address from a table says nothing about its alignment: unless told, each weight is a load of its own."""
+    pytest.importorskip("triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert not [load for load in loads(16) if "b16" in load]
+    assert [load for load in loads(16) if load == "ld.global.v4.b32"]
+    assert [load for load in loads(1) if "b16" in load]

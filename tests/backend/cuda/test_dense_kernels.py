@@ -1,0 +1,179 @@
+"""Dense, attention and router kernels against torch; rows do not depend on how many a step has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from foreload.backend.cuda.kernels.ops import WORDS_BEFORE, AttentionScratch, Ops, chunk_tokens, power_of_two
+from foreload.backend.cuda.kernels.torch_ops import TorchOps
+
+pytest.importorskip("triton")
+from foreload.backend.cuda.kernels.triton_ops import TritonOps
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+OPS = TritonOps(fence=DEVICE.type == "cuda")
+REFERENCE = TorchOps()
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(3)
+
+
+def randn(generator: torch.Generator, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*size, generator=generator).to(dtype)
+
+
+def on(device: torch.device, *tensors: Tensor | None) -> list[Any]:
+    return [None if tensor is None else tensor.clone().to(device) for tensor in tensors]
+
+
+def current(position: int, row: int = 0) -> Tensor:
+    return torch.tensor([1, position, row], dtype=torch.int32)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norm_linear_and_residual(dtype: torch.dtype, bias: bool, generator: torch.Generator) -> None:
+    x, norm, weights = randn(generator, 3, 40, dtype=dtype), randn(generator, 40, dtype=dtype), randn(generator, 22, 40)
+    weights, offset = weights.to(dtype), randn(generator, 22, dtype=dtype) if bias else None
+    results = []
+    for ops, device in ((REFERENCE, torch.device("cpu")), (OPS, DEVICE)):
+        a, b, c, d, e = on(device, x, norm, weights, offset, randn(generator, 3, 22, dtype=dtype) * 0)
+        y, normed = torch.empty(3, 22, device=device), torch.empty_like(a)
+        ops.norm_linear(a, b, c, d, y, normed, 1e-6)
+        back = torch.empty_like(e)
+        ops.linear_residual(a, c, d, e + 2, back)
+        results.append((y.cpu(), normed.cpu(), back.cpu()))
+    tolerance = 1e-5 if dtype == torch.float32 else 0.1  # the interpreter rounds to bfloat16 toward zero
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def attended(ops: Ops, device: torch.device, inputs: list[Tensor], context: int, n: int, **extra: Any) -> list[Tensor]:
+    """q, cache and output of `n` rows that start at position 70."""
+    qkv, norm, cos, sin, keys, values = on(device, *inputs)
+    q = torch.empty(n, 4, 8, device=device)
+    now = current(70).to(device)
+    ops.rope_store(qkv[:n].contiguous(), norm, (cos, sin), now, q, (keys, values), 1e-6)
+    out = torch.full((n, 32), float("nan"), device=device)
+    scratch = AttentionScratch.on(device, n, 4, 8, context)
+    ops.attend(q, (keys, values), now, scratch, out, 8**-0.5, **extra)
+    return [t.cpu() for t in (q, keys, values, out)]
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("case", ["plain", "no_norm", "window", "sinks"])
+def test_attention(case: str, generator: torch.Generator) -> None:
+    """Grouped heads over two chunks of keys, two rows."""
+    context, n = 128, 2
+    assert chunk_tokens(context) == 64
+    keys, values = randn(generator, 2, context, 8), randn(generator, 2, context, 8)
+    keys[:, 72:], values[:, 72:] = float("nan"), float("nan")  # never written yet, so never read
+    norm = None if case == "no_norm" else randn(generator, 6, 8)
+    inputs: Any = [randn(generator, n, 8 * 8), norm, randn(generator, context, 1, 8), randn(generator, context, 1, 8)]
+    extra: dict[str, Any] = {"window": 5} if case == "window" else {}
+    sinks = randn(generator, 4)
+    results = []
+    for ops, device in ((REFERENCE, torch.device("cpu")), (OPS, DEVICE)):
+        if case == "sinks":
+            extra = {"sinks": sinks.to(device)}
+        results.append(attended(ops, device, [*inputs, keys, values], context, n, **extra))
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert torch.isfinite(results[1][3]).all()
+
+
+@pytest.mark.unit
+def test_a_row_does_not_depend_on_the_number_of_rows(generator: torch.Generator) -> None:
+    context = 128
+    cache = [randn(generator, 2, context, 8), randn(generator, 2, context, 8)]
+    inputs: Any = [randn(generator, 3, 8 * 8), None, randn(generator, context, 1, 8), randn(generator, context, 1, 8)]
+    found = {n: attended(OPS, DEVICE, [*inputs, *cache], context, n) for n in (1, 3)}
+    assert torch.equal(found[1][3][0], found[3][3][0])
+    x, weights, norm = randn(generator, 3, 40), randn(generator, 22, 40), randn(generator, 40)
+    y = [torch.empty(n, 22, device=DEVICE) for n in (1, 3)]
+    for out in y:
+        OPS.norm_linear(*on(DEVICE, x[: len(out)], norm, weights), None, out, None, 1e-6)
+    assert torch.equal(y[0][0], y[1][0])
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("normalise", [False, True])
+def test_top_k(normalise: bool, generator: torch.Generator) -> None:
+    logits = randn(generator, 3, 13)
+    logits[1, 4] = logits[1, 9] = logits[1].max() + 1  # a tie goes to the lower id
+    results = []
+    for ops, device in ((REFERENCE, torch.device("cpu")), (OPS, DEVICE)):
+        ids, weights = torch.empty(3, 3, dtype=torch.int64, device=device), torch.empty(3, 3, device=device)
+        ops.top_k(logits.to(device), ids, weights, normalise)
+        results.append((ids.cpu(), weights.cpu()))
+    assert torch.equal(results[0][0], results[1][0])
+    assert results[0][0][1, :2].tolist() == [4, 9]
+    torch.testing.assert_close(results[1][1], results[0][1])
+    if normalise:
+        torch.testing.assert_close(results[1][1].sum(1), torch.ones(3))
+
+
+@pytest.mark.unit
+def test_embed_replay_and_publish(generator: torch.Generator) -> None:
+    """A step's numbers come from the host, recorded routing replaces the router's, and the host is told last."""
+    table = randn(generator, 9, 24)
+    ids_table = torch.randint(0, 9, (6, 2, 2), generator=generator, dtype=torch.int16)
+    weights_table = torch.rand(6, 2, 2, generator=generator).half()
+    guesses = torch.randint(-1, 9, (2, 6, 4, 5), generator=generator, dtype=torch.int16)
+    results = []
+    for ops, device in ((REFERENCE, torch.device("cpu")), (OPS, DEVICE)):
+        given, now = torch.tensor([5, 70, 3, 8, 2], dtype=torch.int32, device=device), current(0).to(device)
+        x = torch.empty(2, 24, device=device)
+        ops.embed(given, now, table.to(device), x)
+        ids, weights = torch.zeros(2, 2, dtype=torch.int64, device=device), torch.zeros(2, 2, device=device)
+        ops.replay_routes(now, (ids_table.to(device), weights_table.to(device)), 1, ids, weights)
+        predicted = torch.zeros(2, 2, 3, dtype=torch.int64, device=device)
+        ops.replay_predictions(now, guesses.to(device), 1, predicted)
+        words = torch.zeros(WORDS_BEFORE + 4 + 12, dtype=torch.int32, device=device)
+        rows = torch.zeros(2, 24, device=device)
+        ops.publish(now, ids, predicted, x, words, rows)
+        alone = torch.zeros(WORDS_BEFORE + 4, dtype=torch.int32, device=device)
+        ops.publish(now, ids, None, x, alone, None)
+        results.append([t.cpu() for t in (now, x, ids, weights, predicted, words, rows, alone)])
+    for expected, found in zip(*results, strict=True):
+        assert torch.equal(found, expected)
+    now, x, ids, _, predicted, words, rows, _ = results[1]
+    assert now.tolist() == [5, 70, 3]
+    assert torch.equal(x, table[[8, 2]])
+    assert torch.equal(rows, x)
+    assert torch.equal(ids, ids_table[3:5, 1].long())
+    assert predicted[1].tolist() == guesses[1, 3:5, 2, :3].tolist()
+    assert words[0] == 5
+
+
+@pytest.mark.unit
+def test_plan_of_resident_experts(generator: torch.Generator) -> None:
+    addresses = torch.arange(1, 19).view(2, 9) * 1024
+    ids = torch.tensor([[4, 0, 7], [0, 8, 4], [4, 1, 2]])
+    results = []
+    for ops, device in ((REFERENCE, torch.device("cpu")), (OPS, DEVICE)):
+        plan = torch.full((9, 4), -1, device=device)
+        listed = torch.full((9,), -1, device=device)
+        ops.plan_resident(ids.to(device), addresses.to(device), 1, plan, listed)
+        results.append((plan[:, :3].cpu(), listed.cpu()))
+    for plan, listed in results:
+        groups = {}
+        for address, first, count in plan.tolist():
+            if address:
+                groups[address // 1024 - 10] = listed[first : first + count].tolist()
+        flat = ids.reshape(-1).tolist()
+        assert groups == {expert: [i for i, its in enumerate(flat) if its == expert] for expert in set(flat)}
+        assert sorted(listed.tolist()) == list(range(9))
+
+
+@pytest.mark.unit
+def test_powers_of_two() -> None:
+    assert [power_of_two(n) for n in (0, 1, 2, 3, 8, 9)] == [1, 1, 2, 4, 8, 16]
+    assert [chunk_tokens(n) for n in (1, 2048, 8192, 8193, 65536)] == [64, 64, 64, 128, 512]
