@@ -29,7 +29,6 @@ from foreload.backend.observe import Observer
 from foreload.backend.placement import keep_apart
 from foreload.backend.policy import Brain, SplitCosts, compile_policies
 from foreload.backend.sampling import Sampler, Sampling
-from foreload.backend.tokenizer import TextTokenizer
 from foreload.backend.turns import Turns
 from foreload.budget import slot_budget
 from foreload.errors import UsageError
@@ -112,7 +111,7 @@ class Engine:
         self._vram_bytes = self._available_bytes()
         self.slot_limit = self._slot_limit(settings)
         self.capacity = check_slots(settings, self.shape, self.slot_limit, self.expert_bytes)
-        self.tokenizer = TextTokenizer(checkpoint.folder)
+        self.tokenizer = checkpoint.tokenizer()
         if options.device == "cpu":
             torch.set_num_threads(1)
         compile_policies()

@@ -75,11 +75,11 @@ class Forward:
         marks.start()
         x = decoder.embed(torch.tensor(token_ids, device=decoder.device))
         marks.mark("embed")
-        for at, layer in enumerate(shape.moe_layers):
-            r = decoder.attend(layer, x, position)
+        for at in range(shape.n_moe_layers):
+            r = decoder.attend(at, x, position)
             marks.mark("attention", at)
-            h = decoder.moe_input(layer, r)
-            ids, weights = decoder.route(layer, h)
+            h = decoder.moe_input(at, r)
+            ids, weights = decoder.route(at, h)
             routed = ids.cpu().numpy()
             marks.mark("route", at)
             predicted = self._predict(at, r, log)
@@ -91,7 +91,7 @@ class Forward:
                 log.experts[:, at] = routed
                 log.weights[:, at] = weights.cpu().numpy()
                 marks.start()
-        logits = decoder.logits(x)
+        logits = decoder.logits(decoder.finish(x, position))
         marks.mark("head")
         self.finish()
         self._brain.end_step()
@@ -131,6 +131,7 @@ class Forward:
         for i, action in enumerate(actions):
             if action == ACT_HIT:
                 used.append(self._run_slot(at, experts[i], batch, i))
+        shared = self.decoder.shared(at, h)
         self.marks.mark("experts_gpu", at)
         waiting = {self._key(at, experts[i]): i for i, a in enumerate(actions) if a in (ACT_LATE, ACT_FETCH)}
         self._open = (at, list(waiting))
@@ -146,7 +147,7 @@ class Forward:
             self.marks.mark("wait_cpu", at)
             batch.store_host(on_cpu, host_out)
         self._link.slot_used(used)
-        return batch.reduce(weights)
+        return batch.reduce(weights, shared)
 
     def finish(self) -> None:
         """End the open layer-step, if any, once its copies have landed.
@@ -210,10 +211,10 @@ class Forward:
         log = RouteLog(self.observer, len(token_ids), shape.n_moe_layers, shape.top_k) if self.observer else None
         self._copies.phase = PREFILL
         x = decoder.embed(torch.tensor(token_ids, device=decoder.device))
-        for at, layer in enumerate(shape.moe_layers):
-            r = decoder.attend(layer, x, position)
-            h = decoder.moe_input(layer, r)
-            ids, weights = decoder.route(layer, h)
+        for at in range(shape.n_moe_layers):
+            r = decoder.attend(at, x, position)
+            h = decoder.moe_input(at, r)
+            ids, weights = decoder.route(at, h)
             routed = ids.cpu().numpy()
             x = r + self._prefill_experts(at, routed, h, weights, last)
             if log is not None:
@@ -222,6 +223,7 @@ class Forward:
         self._copies.phase = DECODE
         if log is not None:
             log.close(True, position, token_ids)
+        x = decoder.finish(x, position)
         if each is not None and len(token_ids) > last:
             for rows in x[: len(token_ids) - last].split(LOGIT_ROWS):
                 each(decoder.logits(rows))
@@ -254,4 +256,4 @@ class Forward:
             with self._copies.lock:
                 self._brain.prefill_done(at, expert, target)
                 self._poison_free()
-        return batch.reduce(weights)
+        return batch.reduce(weights, self.decoder.shared(at, h))

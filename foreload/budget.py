@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from foreload.errors import BudgetError
 from foreload.settings import Settings, staging_slots
-from foreload.shape import BYTES_PER_WEIGHT, ModelShape
+from foreload.shape import ModelShape
 from foreload.units import format_bytes
 
 
 def fixed_bytes(shape: ModelShape, dtype: str, context_tokens: int) -> int:
     """Device bytes that no setting changes: dense weights, and keys and values of `context_tokens` positions."""
-    return shape.dense_weights * BYTES_PER_WEIGHT[dtype] + shape.kv_bytes_per_token(dtype) * context_tokens
+    return shape.dense_bytes(dtype) + shape.kv_bytes(dtype, context_tokens)
 
 
 def slot_budget(

@@ -100,7 +100,7 @@ class Bench:
             out = r + forward.experts(layer, np.asarray([experts]), h, weights[:, : len(experts)], predicted)
             forward.finish()
             self.end(marks, "finish")
-            if layer == self.shape.layers - 1:
+            if layer == self.shape.n_moe_layers - 1:
                 token = int(decoder.logits(out)[0].argmax())
                 self.end(marks, "head")
                 decoder.embed(torch.tensor([token], device=self.engine.device))

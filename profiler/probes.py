@@ -72,11 +72,12 @@ def _block(bench: Bench, kind: str, at: int) -> Callable[[int], object]:
     x, k = bench.hidden(), bench.shape.top_k
     out = torch.empty(k, shape.hidden, device=device, dtype=x.dtype)
     token = torch.zeros(1, dtype=torch.long, device=device)
-    layers, spread = shape.layers, max(1, shape.n_moe_layers - at)
+    layers, spread = shape.n_moe_layers, max(1, shape.n_moe_layers - at)
 
     def experts(i: int) -> None:
         for n in range(at):
             out[n].copy_(run_expert(x, *pool.views((i * at + n) % len(pool)))[0])
+        decoder.shared(i % layers, x)
 
     blocks: dict[str, Callable[[int], object]] = {
         "attention": lambda i: decoder.attend(i % layers, x, at - 1),
@@ -242,7 +243,7 @@ def _cpu_expert(bench: Bench, x: Tensor, repeats: int) -> Measurement:
 
 def prefill(bench: Bench, effort: Effort) -> Iterator[Measurement]:
     """One layer of a prompt chunk without its experts, and one expert on part of a chunk, on the device and the CPU."""
-    decoder, device, layers = bench.decoder, bench.engine.device, bench.shape.layers
+    decoder, device, layers = bench.decoder, bench.engine.device, bench.shape.n_moe_layers
     views = [bench.engine.pool.views(slot) for slot in range(len(bench.engine.pool))]
     for tokens in effort.chunks:
         if tokens > decoder.context_tokens:

@@ -71,7 +71,7 @@ def bench_settings(shape: ModelShape) -> Settings:
 def _fixed_probe(bench: Bench) -> float:
     """Median of one block that does not change, to see how steady the machine is over the run."""
     x = bench.hidden()
-    layers = bench.shape.layers
+    layers = bench.shape.n_moe_layers
     samples = host_samples(lambda i: bench.decoder.attend(i % layers, x, 0), 100, bench.engine.device)
     return sorted(samples)[len(samples) // 2]
 

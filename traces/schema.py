@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
@@ -98,11 +98,7 @@ class TraceMeta(BaseModel):
 
     def model_shape(self) -> ModelShape:
         """The recorded model's shape; ValueError names the fields that are unknown or missing."""
-        known = {field.name for field in fields(ModelShape)}
-        wrong = sorted(known ^ self.shape.keys())
-        if wrong:
-            raise ValueError(f"shape: unknown or missing fields {', '.join(wrong)}")
-        return ModelShape(**{**self.shape, "moe_layers": tuple(self.shape["moe_layers"])})
+        return ModelShape.from_fields(self.shape)
 
     @property
     def layer_numbers(self) -> tuple[int, ...]:

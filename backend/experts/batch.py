@@ -48,7 +48,10 @@ class Batch:
         places = [int(place) for i in which for place in self._places[self._starts[i] : self._starts[i + 1]]]
         self._out[places] = output.to(self._out.device)
 
-    def reduce(self, weights: Tensor) -> Tensor:
-        """Sum [n, hidden] over each token's experts with fp32 weights [n, k], in rank order."""
-        out = self._out.view(self._n, self._top_k, -1)
-        return (weights[..., None] * out.float()).sum(1).to(self._h.dtype)
+    def reduce(self, weights: Tensor, shared: Tensor | None) -> Tensor:
+        """Sum [n, hidden] over each token's experts with fp32 weights [n, k], in rank order.
+
+        What the `shared` experts gave [n, hidden] comes last.
+        """
+        out = (weights[..., None] * self._out.view(self._n, self._top_k, -1).float()).sum(1)
+        return (out if shared is None else out + shared).to(self._h.dtype)

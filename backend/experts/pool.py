@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foreload.backend.experts.slab import block_views
+from foreload.backend.experts.slab import ExpertViews, block_views
 from foreload.errors import BudgetError
 from foreload.shape import ModelShape
 from foreload.units import format_bytes
@@ -22,7 +22,7 @@ class SlotPool:
         self._per_block = max(1, min(64, BLOCK_BYTES // slot_bytes))
         self._blocks: list[Tensor] = []
         self._slots: list[Tensor] = []
-        self._views: list[tuple[Tensor, Tensor]] = []
+        self._views: list[ExpertViews] = []
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -65,8 +65,8 @@ class SlotPool:
         """The slot's block, [weights]."""
         return self._slots[index]
 
-    def views(self, index: int) -> tuple[Tensor, Tensor]:
-        """The slot's (gate_up, down)."""
+    def views(self, index: int) -> ExpertViews:
+        """The slot's tensors."""
         return self._views[index]
 
     def move(self, source: int, target: int) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import warnings
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from foreload.backend.models.checkpoint import Checkpoint
+from foreload.backend.models.family import ExpertPart
 from foreload.errors import ForeloadError
 from foreload.shape import ModelShape
 from foreload.units import format_bytes
@@ -20,17 +22,47 @@ class PageableWarning(UserWarning):
     """Host memory could not be registered: copies run from pageable memory, several times slower."""
 
 
-def block_views(block: Tensor, shape: ModelShape) -> tuple[Tensor, Tensor]:
-    """An expert block [3 hidden width] as (gate and up stacked [2 width, hidden], down [hidden, width])."""
-    split = 2 * shape.expert_width * shape.hidden
-    gate_up = block[:split].view(2 * shape.expert_width, shape.hidden)
-    return gate_up, block[split:].view(shape.hidden, shape.expert_width)
+class ExpertViews(NamedTuple):
+    """One expert's tensors inside its block. Rows of `gate_up` are all gates, then all ups; by turns if clamped."""
+
+    gate_up: Tensor  # [2 width, hidden]
+    down: Tensor  # [hidden, width]
+    gate_up_bias: Tensor | None = None  # [2 width]
+    down_bias: Tensor | None = None  # [hidden]
+    clamp: tuple[float, float] | None = None  # (alpha, limit) of `swiglu_oai`
 
 
-def run_expert(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """One SwiGLU expert on x [n, hidden] -> [n, hidden]: down(silu(gate x) * up x)."""
-    gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
-    return F.linear(F.silu(gate) * up, down)
+def block_views(block: Tensor, shape: ModelShape) -> ExpertViews:
+    """The parts of an expert block [weights]: gate_up, down and, if the shape has biases, theirs in the same order."""
+    width, hidden = shape.expert_width, shape.hidden
+    sizes = [2 * width * hidden, hidden * width]
+    if shape.expert_bias:
+        sizes += [2 * width, hidden]
+    gate_up, down, *biases = block.split(sizes)
+    gate_up_bias, down_bias = biases or (None, None)
+    clamp = (shape.swiglu_alpha, shape.swiglu_limit) if shape.activation == "swiglu_oai" else None
+    return ExpertViews(gate_up.view(2 * width, hidden), down.view(hidden, width), gate_up_bias, down_bias, clamp)
+
+
+def run_expert(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    clamp: tuple[float, float] | None = None,
+) -> Tensor:
+    """One SwiGLU expert on x [n, hidden] -> [n, hidden]: down(silu(gate x) * up x); arguments as in `ExpertViews`.
+
+    Clamped, with (alpha, limit): down(min(gate, limit) * sigmoid(alpha * min(gate, limit)) * (up within +-limit + 1)).
+    """
+    both = F.linear(x, gate_up, gate_up_bias)
+    if clamp is None:
+        gate, up = both.chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, down, down_bias)
+    alpha, limit = clamp
+    gate, up = both[..., ::2].clamp(max=limit), both[..., 1::2].clamp(-limit, limit)
+    return F.linear(gate * torch.sigmoid(alpha * gate) * (up + 1), down, down_bias)
 
 
 def _clear_cuda_error() -> None:
@@ -51,7 +83,7 @@ class HostSlab:
     ) -> None:
         """Read every expert into its block; `register` for DMA (with a PageableWarning if that fails).
 
-        `progress(done, total)` is called per expert matrix.
+        `progress(done, total)` is called per part of an expert. Random weights are made on the GPU if `register`.
         """
         self.shape = checkpoint.shape
         shape = self.shape
@@ -61,23 +93,25 @@ class HostSlab:
             size = shape.n_moe_layers * shape.experts * shape.expert_weights * dtype.itemsize
             raise ForeloadError(f"host memory: {format_bytes(size)} for the experts cannot be allocated") from error
         self._views = [[block_views(block, shape) for block in layer] for layer in self.blocks]
-        self._fill(checkpoint, progress)
+        self._fill(checkpoint, torch.device("cuda" if register else "cpu"), progress)
         self._registered = register and self._register()
 
-    def _fill(self, checkpoint: Checkpoint, progress: Callable[[int, int], None] | None) -> None:
-        shape, width = self.shape, self.shape.expert_width
-        wanted: dict[str, tuple[int, ...]] = {}
-        target: dict[str, Tensor] = {}
-        for at, layer in enumerate(shape.moe_layers):
-            for expert in range(shape.experts):
-                gate_up, down = self._views[at][expert]
-                for name, part in zip(checkpoint.family.expert, (gate_up[:width], gate_up[width:], down), strict=True):
-                    full = name.format(layer=layer, expert=expert)
-                    wanted[full], target[full] = tuple(part.shape), part
-        for done, (name, tensor) in enumerate(checkpoint.read(wanted), 1):
-            target[name].copy_(tensor)
+    def _fill(self, checkpoint: Checkpoint, device: torch.device, progress: Callable[[int, int], None] | None) -> None:
+        total = checkpoint.expert_parts()
+        for done, (at, expert, part, tensor) in enumerate(checkpoint.read_experts(device), 1):
+            self._part(at, expert, part).copy_(tensor)
             if progress is not None:
-                progress(done, len(wanted))
+                progress(done, total)
+
+    def _part(self, layer: int, expert: int, part: ExpertPart) -> Tensor:
+        """Where a part of an expert belongs."""
+        views, width = self._views[layer][expert], self.shape.expert_width
+        if part in ("gate", "up"):
+            return views.gate_up[:width] if part == "gate" else views.gate_up[width:]
+        found = {"gate_up": views.gate_up, "down": views.down}.get(part)
+        found = found if found is not None else views.gate_up_bias if part == "gate_up_bias" else views.down_bias
+        assert found is not None
+        return found
 
     def _register(self) -> bool:
         size = self.blocks.numel() * self.blocks.element_size()
@@ -102,8 +136,8 @@ class HostSlab:
         """The block of one expert, [weights]; `layer` counts MoE layers."""
         return self.blocks[layer, expert]
 
-    def views(self, layer: int, expert: int) -> tuple[Tensor, Tensor]:
-        """The expert's (gate_up, down) on the host."""
+    def views(self, layer: int, expert: int) -> ExpertViews:
+        """The expert's tensors on the host."""
         return self._views[layer][expert]
 
     def close(self) -> None:

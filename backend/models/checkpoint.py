@@ -1,4 +1,4 @@
-"""Checkpoints on disk: configuration, tensor index, and the tensors themselves, read one at a time."""
+"""Models to load: what their configuration says, and their tensors by our names, one at a time."""
 
 from __future__ import annotations
 
@@ -7,19 +7,28 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from foreload.assets import ASSETS
-from foreload.backend.models import qwen3_moe
-from foreload.backend.models.family import ConfigFields, Family
+from foreload.backend.byte_tokenizer import ByteTokenizer
+from foreload.backend.models import deepseek, gpt_oss, mixtral, qwen
+from foreload.backend.models.config import ConfigFields
+from foreload.backend.models.family import ExpertLayout, ExpertPart, Family
+from foreload.backend.models.folder import WeightFolder
+from foreload.backend.models.published import SCHEME, published_config, published_names
+from foreload.backend.models.random_weights import RandomWeights
+from foreload.backend.models.source import Wanted, WeightSource
+from foreload.backend.models.tensors import global_tensors, layer_tensors
+from foreload.backend.tokenizer import TextTokenizer
 from foreload.errors import FileError, UsageError
 from foreload.files import read_bytes, read_mapping
 from foreload.shape import ModelShape
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (qwen3_moe.FAMILY,)}
+FAMILIES: dict[str, Family] = {
+    family.model_type: family for module in (qwen, mixtral, gpt_oss, deepseek) for family in module.FAMILIES
+}
 BUNDLED = ("mini",)
 
 
@@ -29,97 +38,152 @@ def locate(model: str) -> Path:
         return ASSETS / model
     folder = Path(model)
     if not folder.is_dir():
-        raise UsageError(f"model {model!r} is no folder here: give a Hugging Face folder or {' or '.join(BUNDLED)}")
+        raise UsageError(
+            f"model {model!r} is no folder here: give a Hugging Face folder or {' or '.join(BUNDLED)} "
+            f"or {SCHEME}NAME ({', '.join(published_names())})"
+        )
     return folder
+
+
+def read_shape(config: dict[str, object], source: str) -> tuple[Family, ModelShape]:
+    """Family and shape in a configuration; FileError if its family is unknown or a field cannot be run."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None:
+        known = ", ".join(FAMILIES)
+        raise FileError(f"{source}: model_type {config.get('model_type')!r} is not known: known are {known}")
+    fields = ConfigFields(config, source)
+    quantised = fields.section("quantization_config")
+    if quantised is not None and quantised.get("quant_method") not in family.formats:
+        known = " or ".join(family.formats) or "none"
+        raise quantised.refuse("quant_method", f"{family.model_type} can be read in float or {known}")
+    shape = family.shape(fields)
+    if shape.top_k > shape.experts:
+        raise FileError(f"{source}: {shape.top_k} experts per token of {shape.experts}: the first must not be larger")
+    return family, shape
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model folder whose configuration has been read and understood; no weight is loaded yet."""
+    """A model whose configuration has been read and understood; no weight is loaded yet.
+
+    `folder` is None for random weights in a published shape, whose `source` makes them as they are asked for.
+    """
 
     name: str
-    folder: Path
     family: Family
     shape: ModelShape
+    source: WeightSource
+    folder: Path | None = None
 
     @classmethod
     def open(cls, model: str) -> Checkpoint:
-        """Read the configuration; FileError if it is missing, corrupt or of an unknown family."""
+        """Read the configuration of MODEL; FileError if it is missing, corrupt or of an unknown family."""
+        if model.startswith(SCHEME):
+            return cls.random(model.removeprefix(SCHEME))
         folder = locate(model)
         path = folder / "config.json"
         config = read_mapping(path, "model configuration")
-        family = FAMILIES.get(str(config.get("model_type")))
-        if family is None:
-            known = ", ".join(FAMILIES)
-            raise FileError(f"{path}: model_type {config.get('model_type')!r} is not known: known are {known}")
-        if config.get("quantization_config") is not None:
-            raise FileError(f"{path}: field 'quantization_config' is set: only float weights can be read")
-        shape = family.shape(ConfigFields(config, str(path)))
-        if shape.top_k > shape.experts:
-            raise FileError(f"{path}: {shape.top_k} experts per token of {shape.experts}: the first must not be larger")
-        return cls(model if model in BUNDLED else folder.resolve().name, folder, family, shape)
+        family, shape = read_shape(config, str(path))
+        tile = _tile(ConfigFields(config, str(path)))
+        name = model if model in BUNDLED else folder.resolve().name
+        return cls(name, family, shape, WeightFolder(folder, tile), folder)
 
-    @cached_property
-    def _files(self) -> dict[str, Path]:
-        """Tensor name -> file."""
-        index = self.folder / "model.safetensors.index.json"
-        if index.exists():
-            weight_map = read_mapping(index, "weight index").get("weight_map")
-            if not isinstance(weight_map, dict):
-                raise FileError(f"{index}: field 'weight_map' is missing")
-            return {name: self.folder / str(file) for name, file in weight_map.items()}
-        single = self.folder / "model.safetensors"
-        with _opened(single) as file:
-            return dict.fromkeys(file.keys(), single)
+    @classmethod
+    def random(cls, name: str, **changed: object) -> Checkpoint:
+        """Random weights in a published shape; `changed` configuration fields (smaller sizes for a test)."""
+        config = {**published_config(name), **changed}
+        family, shape = read_shape(config, SCHEME + name)
+        return cls(SCHEME + name, family, shape, RandomWeights(shape.hash))
+
+    def tokenizer(self) -> TextTokenizer:
+        """The folder's tokenizer; for random weights, the bytes of the text."""
+        return ByteTokenizer(self.shape.vocab) if self.folder is None else TextTokenizer(self.folder)
 
     def files(self) -> list[Path]:
-        """The weight files, sorted."""
-        return sorted(set(self._files.values()))
+        """The weight files, sorted; none for random weights."""
+        return self.source.files()
 
     @cached_property
     def weights_hash(self) -> str:
-        """Sixteen hex digits of the weight files' SHA-256."""
-        digest = hashlib.sha256()
-        for path in self.files():
-            try:
-                with path.open("rb") as file:
-                    while chunk := file.read(1 << 22):
-                        digest.update(chunk)
-            except OSError as error:
-                raise FileError(f"{path}: weights cannot be read: {error.strerror or error}") from error
-        return digest.hexdigest()[:16]
+        """Sixteen hex digits of the weight files' SHA-256, or of what random weights are made from."""
+        return self.source.hash()
 
     @cached_property
     def tokenizer_hash(self) -> str:
         """Sixteen hex digits of the tokenizer's SHA-256."""
+        if self.folder is None:
+            return hashlib.sha256(f"bytes {self.shape.vocab}".encode()).hexdigest()[:16]
         return hashlib.sha256(read_bytes(self.folder / "tokenizer.json", "tokenizer")).hexdigest()[:16]
 
-    def read(self, wanted: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the `wanted` tensors (name -> shape) as stored, file by file; FileError for a missing or odd one."""
-        by_file: dict[Path, list[str]] = {}
-        for name in wanted:
-            path = self._files.get(name)
-            if path is None:
-                raise FileError(f"{self.folder}: tensor {name!r} is missing from the weights")
-            by_file.setdefault(path, []).append(name)
-        for path, names in by_file.items():
-            with _opened(path) as file:
-                present = set(file.keys())
-                for name in names:
-                    if name not in present:
-                        raise FileError(f"{path}: tensor {name!r} is missing, though the index names this file")
-                    tensor = file.get_tensor(name)
-                    if tuple(tensor.shape) != wanted[name]:
-                        raise FileError(f"{path}: tensor {name!r} is {tuple(tensor.shape)}: {wanted[name]} is needed")
-                    if not tensor.is_floating_point():
-                        raise FileError(f"{path}: tensor {name!r} is {tensor.dtype}: a float type is needed")
-                    yield name, tensor
+    @cached_property
+    def layout(self) -> ExpertLayout:
+        """How the routed experts are laid out; FileError names the tensors looked for if they are not there."""
+        layer = self.shape.moe_layers[0]
+        for layout in self.family.layouts:
+            if self.source.has(layout.first(layer)):
+                return layout
+        looked = " or ".join(repr(layout.first(layer)) for layout in self.family.layouts)
+        raise FileError(f"{self.source.where}: tensor {looked} is missing from the weights")
+
+    def read_dense(self, device: torch.device | None = None) -> Iterator[tuple[int | None, str, Tensor]]:
+        """All tensors but the routed experts, as (layer, our name, float tensor); layer None: not in a layer.
+
+        `device` is where random weights are made; tensors of files come on the CPU.
+        """
+        wanted = [self._wanted(None, name, size) for name, size in global_tensors(self.shape).items()]
+        for layer in range(self.shape.layers):
+            wanted += [self._wanted(layer, name, size) for name, size in layer_tensors(self.shape, layer).items()]
+        for one, tensor in self.source.read(wanted, device):
+            layer, name = one.tag
+            yield layer, name, tensor
+
+    def _wanted(self, layer: int | None, name: str, size: tuple[int, ...]) -> Wanted:
+        spellings = self.family.spellings(name, layer)
+        spelt = next((one for one in spellings if self.source.has(one)), spellings[0])
+        return Wanted(spelt, size, (layer, name))
+
+    def read_experts(self, device: torch.device | None = None) -> Iterator[tuple[int, int, ExpertPart, Tensor]]:
+        """All parts of all routed experts, as (MoE layer, expert, part, float tensor [out, in] or bias [out])."""
+        layout, shape = self.layout, self.shape
+        sizes = expert_sizes(shape)
+        wanted = []
+        for at, layer in enumerate(shape.moe_layers):
+            for part, pattern in layout.parts.items():
+                for expert in range(shape.experts):
+                    name = pattern.format(layer=layer, expert=expert)
+                    stored = layout.stored if "bias" not in part else "float"
+                    turned = layout.transposed and "bias" not in part
+                    size = sizes[part][::-1] if turned else sizes[part]
+                    index = (expert, shape.experts) if layout.stacked else None
+                    wanted.append(Wanted(name, size, (at, expert, part, turned), index, stored))
+        for one, tensor in self.source.read(wanted, device):
+            at, expert, part, turned = one.tag
+            yield at, expert, part, tensor.T if turned else tensor
+
+    def expert_parts(self) -> int:
+        """Number of tensors that `read_experts` yields."""
+        return self.shape.all_experts * len(self.layout.parts)
 
 
-def _opened(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except FileNotFoundError as error:
-        raise FileError(f"{path}: weights are missing") from error
-    except (SafetensorError, OSError) as error:
-        raise FileError(f"{path}: not a readable safetensors file: {error}") from error
+def _tile(config: ConfigFields) -> tuple[int, int] | None:
+    """Rows and columns that share a scale in fp8 weights; None for others."""
+    quantised = config.section("quantization_config")
+    if quantised is None or quantised.get("quant_method") != "fp8":
+        return None
+    tile = quantised.get("weight_block_size")
+    if not isinstance(tile, list) or len(tile) != 2 or not all(type(size) is int and size > 0 for size in tile):
+        raise quantised.refuse("weight_block_size", "two whole numbers above 0 are needed")
+    return tile[0], tile[1]
+
+
+def expert_sizes(shape: ModelShape) -> dict[ExpertPart, tuple[int, ...]]:
+    """Size of each part of one expert, matrices as [out, in]."""
+    width, hidden = shape.expert_width, shape.hidden
+    return {
+        "gate": (width, hidden),
+        "up": (width, hidden),
+        "gate_up": (2 * width, hidden),
+        "down": (hidden, width),
+        "gate_up_bias": (2 * width,),
+        "down_bias": (hidden,),
+    }

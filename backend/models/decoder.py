@@ -1,4 +1,7 @@
-"""The dense part of a decoder: embedding, attention, MoE norm and gate, output head. One sequence, static KV cache."""
+"""The part of a decoder that stays on the device: embedding, attention, norms, gates, shared experts, dense layers.
+
+One sequence. Layers are counted among the MoE layers: what stands before one without experts of its own is run with it.
+"""
 
 from __future__ import annotations
 
@@ -8,139 +11,192 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from foreload.backend.models.attention import Attention, GroupedAttention, LatentAttention
 from foreload.backend.models.checkpoint import Checkpoint
-from foreload.shape import ModelShape
+from foreload.backend.models.rope import rotary_tables
+from foreload.backend.models.routing import choice, route
+from foreload.backend.models.tensors import FLOAT32
 
 
 @dataclass(frozen=True)
-class LayerWeights:
-    """Device tensors of one layer."""
+class Gated:
+    """A SwiGLU block that every token passes: down(silu(gate x) * up x), perhaps scaled by sigmoid(switch x)."""
+
+    gate_up: Tensor  # [2 width, hidden]
+    down: Tensor  # [hidden, width]
+    switch: Tensor | None = None  # [1, hidden]
+
+    @classmethod
+    def of(cls, w: dict[str, Tensor], name: str) -> Gated:
+        """The block called `name` among a layer's tensors."""
+        gate_up = torch.cat([w[f"{name}_gate"], w[f"{name}_up"]])
+        return cls(gate_up, w[f"{name}_down"], w.get(f"{name}_switch"))
+
+    def __call__(self, h: Tensor) -> Tensor:
+        """h [n, hidden] -> [n, hidden]."""
+        gate, up = F.linear(h, self.gate_up).chunk(2, dim=-1)
+        out = F.linear(F.silu(gate) * up, self.down)
+        return out if self.switch is None else out * F.linear(h, self.switch).sigmoid()
+
+    def tensors(self) -> list[Tensor]:
+        """All device tensors."""
+        return [self.gate_up, self.down] + ([] if self.switch is None else [self.switch])
+
+
+@dataclass(frozen=True)
+class Block:
+    """A layer's norms and attention, and what it has besides routed experts."""
 
     input_norm: Tensor  # [hidden]
-    qkv: Tensor  # [(heads + 2 kv_heads) head_dim, hidden]
-    qk_norm: Tensor  # [heads + kv_heads, head_dim]
-    o: Tensor  # [hidden, heads head_dim]
-    moe_norm: Tensor  # [hidden]
+    attention: Attention
+    moe_norm: Tensor  # [hidden], the norm before the experts or the dense block
+    dense: Gated | None  # of a layer without experts
+
+    def tensors(self) -> list[Tensor]:
+        """All device tensors."""
+        return [
+            self.input_norm,
+            self.moe_norm,
+            *self.attention.tensors(),
+            *(self.dense.tensors() if self.dense else []),
+        ]
+
+
+@dataclass(frozen=True)
+class MoeLayer(Block):
+    """An MoE layer, its experts apart, and the dense layers between it and the one before."""
+
     gate: Tensor  # [experts, hidden]
+    gate_bias: Tensor | None  # [experts]
+    correction: Tensor | None  # [experts], float32
+    shared: Gated | None
+    before: tuple[Block, ...]
 
-
-def _layer_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    return {
-        "input_norm": (shape.hidden,),
-        "q": (q, shape.hidden),
-        "k": (kv, shape.hidden),
-        "v": (kv, shape.hidden),
-        "o": (shape.hidden, q),
-        "q_norm": (shape.head_dim,),
-        "k_norm": (shape.head_dim,),
-        "moe_norm": (shape.hidden,),
-        "gate": (shape.experts, shape.hidden),
-    }
+    def tensors(self) -> list[Tensor]:
+        """All device tensors."""
+        some = [self.gate, self.gate_bias, self.correction, *(self.shared.tensors() if self.shared else [])]
+        before = [tensor for block in self.before for tensor in block.tensors()]
+        return [*super().tensors(), *before, *(tensor for tensor in some if tensor is not None)]
 
 
 class Decoder:
-    """Dense weights on the device, the KV cache, and the blocks a step is made of.
+    """Dense weights on the device, keys and values, and the blocks a step is made of.
 
-    Activations are [n, hidden] in the weights' dtype; n = 1 in decode, a chunk in prefill.
+    Activations are [n, hidden] in the weights' dtype; n = 1 in decode, more in a verify step, a chunk in prefill.
+    `at` counts MoE layers from 0.
     """
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, context_tokens: int) -> None:
         shape = checkpoint.shape
         self.shape = shape
         self.device = device
-        family = checkpoint.family
-        shapes = _layer_shapes(shape)
-        wanted = {family.embed: (shape.vocab, shape.hidden), family.final_norm: (shape.hidden,)}
-        if not shape.tied_embeddings:
-            wanted[family.head] = (shape.vocab, shape.hidden)
-        for layer in range(shape.layers):
-            wanted |= {name.format(layer=layer): shapes[ours] for ours, name in family.layer.items()}
-        loaded = {name: tensor.to(device, dtype) for name, tensor in checkpoint.read(wanted)}
-        self.embedding = loaded[family.embed]
-        self.final_norm = loaded[family.final_norm]
-        self.head_weight = self.embedding if shape.tied_embeddings else loaded[family.head]
-        self.layers = [
-            self._layer({ours: loaded[name.format(layer=layer)] for ours, name in family.layer.items()})
-            for layer in range(shape.layers)
-        ]
         self.context_tokens = context_tokens
-        self._keys = torch.zeros(
-            shape.layers, shape.kv_heads, context_tokens, shape.head_dim, device=device, dtype=dtype
+        self._dtype = dtype
+        self._rotary = rotary_tables(shape, context_tokens, device, dtype)
+        loaded: dict[int | None, dict[str, Tensor]] = {}
+        for layer, name, tensor in checkpoint.read_dense(device):
+            loaded.setdefault(layer, {})[name] = tensor.to(device, self._kept_as(name))
+        everywhere = loaded[None]
+        self.embedding, self.final_norm = everywhere["embed"], everywhere["final_norm"]
+        self.head_weight = everywhere.get("head", self.embedding)
+        self.layers: list[MoeLayer] = []
+        waiting: list[Block] = []
+        for layer in range(shape.layers):
+            block = self._block(layer, loaded.pop(layer), waiting)
+            if isinstance(block, MoeLayer):
+                self.layers.append(block)
+                waiting = []
+            else:
+                waiting.append(block)
+        self._after = waiting
+
+    def _kept_as(self, name: str) -> torch.dtype:
+        whole = name in FLOAT32 or (name == "gate" and self.shape.router_float32)
+        return torch.float32 if whole else self._dtype
+
+    def _block(self, layer: int, w: dict[str, Tensor], before: list[Block]) -> Block:
+        shape = self.shape
+        attention: Attention
+        if shape.latent is not None:
+            attention = LatentAttention(shape, shape.latent, w, self.context_tokens, self._rotary)
+        else:
+            attention = GroupedAttention(shape, layer, w, self.context_tokens, self._rotary)
+        if layer not in shape.moe_layers:
+            return Block(w["input_norm"], attention, w["moe_norm"], Gated.of(w, "dense"))
+        return MoeLayer(
+            w["input_norm"],
+            attention,
+            w["moe_norm"],
+            None,
+            w["gate"],
+            w.get("gate_bias"),
+            w.get("correction"),
+            Gated.of(w, "shared") if shape.shared_width else None,
+            tuple(before),
         )
-        self._values = torch.zeros_like(self._keys)
-        self._cos, self._sin = self._rotary(context_tokens, dtype)
-        self._grouped = shape.heads != shape.kv_heads
-
-    def _layer(self, w: dict[str, Tensor]) -> LayerWeights:
-        qk_norm = torch.cat(
-            [w["q_norm"].expand(self.shape.heads, -1), w["k_norm"].expand(self.shape.kv_heads, -1)]
-        ).contiguous()
-        qkv = torch.cat([w["q"], w["k"], w["v"]])
-        return LayerWeights(w["input_norm"], qkv, qk_norm, w["o"], w["moe_norm"], w["gate"])
-
-    def _rotary(self, positions: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        dim = self.shape.head_dim
-        inverse = 1.0 / self.shape.rope_theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
-        angles = torch.outer(torch.arange(positions, dtype=torch.float32), inverse)
-        angles = torch.cat([angles, angles], dim=-1)[:, None, :]
-        cos, sin = angles.cos(), angles.sin()
-        sin[..., : dim // 2] *= -1  # so that rotating is a roll by half
-        return cos.to(self.device, dtype), sin.to(self.device, dtype)
 
     @property
     def dense_bytes(self) -> int:
-        """Bytes of weights and KV cache on the device."""
-        tensors = [self.embedding, self.final_norm, self._keys, self._values, self._cos, self._sin]
+        """Bytes of weights, and of keys and values, on the device."""
+        tensors = [self.embedding, self.final_norm, *self._rotary]
         if not self.shape.tied_embeddings:
             tensors.append(self.head_weight)
-        for layer in self.layers:
-            tensors += [layer.input_norm, layer.qkv, layer.qk_norm, layer.o, layer.moe_norm, layer.gate]
+        for block in [*self.layers, *self._after]:
+            tensors += block.tensors()
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """token_ids [n] -> [n, hidden]."""
         return F.embedding(token_ids, self.embedding)
 
-    def attend(self, layer: int, x: Tensor, position: int) -> Tensor:
-        """Residual stream after attention, [n, hidden]; x holds positions `position`.. and their keys are stored."""
-        shape, w = self.shape, self.layers[layer]
-        n, end = x.shape[0], position + x.shape[0]
-        split = shape.heads + shape.kv_heads
-        h = F.rms_norm(x, (shape.hidden,), w.input_norm, shape.norm_eps)
-        qkv = F.linear(h, w.qkv).view(n, split + shape.kv_heads, shape.head_dim)
-        qk = F.rms_norm(qkv[:, :split], (shape.head_dim,), None, shape.norm_eps) * w.qk_norm
-        qk = qk * self._cos[position:end] + qk.roll(shape.head_dim // 2, -1) * self._sin[position:end]
-        qk = qk.transpose(0, 1)
-        keys, values = self._keys[layer], self._values[layer]
-        keys[:, position:end] = qk[shape.heads :]
-        values[:, position:end] = qkv[:, split:].transpose(0, 1)
-        mask = None
-        if n > 1 and position > 0:
-            mask = torch.ones(n, end, dtype=torch.bool, device=x.device).tril(position)
-        out = F.scaled_dot_product_attention(
-            qk[None, : shape.heads],
-            keys[None, :, :end],
-            values[None, :, :end],
-            attn_mask=mask,
-            is_causal=n > 1 and position == 0,
-            enable_gqa=self._grouped,
-        )
-        return x + F.linear(out[0].transpose(0, 1).reshape(n, -1), w.o)
+    def attend(self, at: int, x: Tensor, position: int) -> Tensor:
+        """Residual stream after the attention of MoE layer `at`, [n, hidden], dense layers before it included.
 
-    def moe_input(self, layer: int, r: Tensor) -> Tensor:
-        """The MoE norm of `layer` applied to a residual stream r [n, hidden]."""
-        return F.rms_norm(r, (self.shape.hidden,), self.layers[layer].moe_norm, self.shape.norm_eps)
+        x is what came out of the layer before; it holds positions `position`.. , whose keys and values are kept.
+        """
+        layer = self.layers[at]
+        for block in layer.before:
+            x = self._dense(block, x, position)
+        return self._attend(layer, x, position)
 
-    def route(self, layer: int, h: Tensor) -> tuple[Tensor, Tensor]:
-        """Ids [n, k] in rank order and fp32 weights [n, k] of the experts of the normed input h [n, hidden]."""
-        scores = F.linear(h, self.layers[layer].gate).softmax(dim=-1, dtype=torch.float32)
-        weights, ids = torch.topk(scores, self.shape.top_k, dim=-1)
-        if self.shape.normalise_weights:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return ids, weights
+    def _attend(self, block: Block, x: Tensor, position: int) -> Tensor:
+        return x + block.attention.attend(self._norm(x, block.input_norm), position)
+
+    def _dense(self, block: Block, x: Tensor, position: int) -> Tensor:
+        r = self._attend(block, x, position)
+        assert block.dense is not None
+        return r + block.dense(self._norm(r, block.moe_norm))
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, (self.shape.hidden,), weight, self.shape.norm_eps)
+
+    def moe_input(self, at: int, r: Tensor) -> Tensor:
+        """The norm before the experts of MoE layer `at`, applied to a residual stream r [n, hidden]."""
+        return self._norm(r, self.layers[at].moe_norm)
+
+    def _gate_logits(self, at: int, h: Tensor) -> Tensor:
+        layer = self.layers[at]
+        return F.linear(h.to(layer.gate.dtype), layer.gate, layer.gate_bias)
+
+    def route(self, at: int, h: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids [n, k], best first, and fp32 weights [n, k] of the experts of any normed input h [n, hidden]."""
+        return route(self._gate_logits(at, h), self.layers[at].correction, self.shape)
+
+    def choice(self, at: int, h: Tensor) -> Tensor:
+        """What MoE layer `at` ranks its experts by for any normed input h [n, hidden]: [n, experts]."""
+        return choice(self._gate_logits(at, h), self.layers[at].correction, self.shape)
+
+    def shared(self, at: int, h: Tensor) -> Tensor | None:
+        """What the shared experts of MoE layer `at` add for the normed input h [n, hidden]; None if there are none."""
+        block = self.layers[at].shared
+        return None if block is None else block(h)
+
+    def finish(self, x: Tensor, position: int) -> Tensor:
+        """The residual stream x [n, hidden] after the last MoE layer, through the dense layers that follow it."""
+        for block in self._after:
+            x = self._dense(block, x, position)
+        return x
 
     def logits(self, x: Tensor) -> Tensor:
         """Output logits [n, vocab] of the last layer's residual stream x [n, hidden]."""
-        h = F.rms_norm(x, (self.shape.hidden,), self.final_norm, self.shape.norm_eps)
-        return F.linear(h, self.head_weight)
+        return F.linear(self._norm(x, self.final_norm), self.head_weight)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from foreload.backend.models.decoder import Decoder
@@ -14,7 +13,6 @@ def predict_gate(decoder: Decoder, moe_layer: int, r: Tensor, depth: int, width:
 
     Returns ids [targets, n, width], best first, for the targets that exist: at most `depth`, fewer near the last layer.
     """
-    layers = decoder.shape.moe_layers
-    targets = layers[moe_layer + 1 : moe_layer + 1 + depth]
-    scores = [F.linear(decoder.moe_input(layer, r), decoder.layers[layer].gate) for layer in targets]
+    targets = range(moe_layer + 1, min(moe_layer + 1 + depth, decoder.shape.n_moe_layers))
+    scores = [decoder.choice(at, decoder.moe_input(at, r)) for at in targets]
     return torch.topk(torch.stack(scores), width, dim=-1).indices

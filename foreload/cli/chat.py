@@ -24,7 +24,10 @@ def chat(
     from foreload.backend.conversation import Conversation
     from foreload.cli.run_model import summary
 
-    template = ChatTemplate.of(engine.checkpoint.folder)
+    folder = engine.checkpoint.folder
+    if folder is None:
+        raise UsageError(f"{engine.checkpoint.name} has random weights and no chat template: give a model's folder")
+    template = ChatTemplate.of(folder)
     talk = Conversation(engine, template, [] if system is None else [{"role": "system", "content": system}])
     costs: list[dict[str, Any]] = []
     shown = not output.as_json

@@ -30,7 +30,18 @@ def _softmax_topk(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch
     return weights, ids
 
 
-SCORINGS: dict[str, Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]] = {"softmax_topk": _softmax_topk}
+def _topk_softmax(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k largest logits, then softmax over those in fp32: weights and ids."""
+    import torch
+
+    best, ids = torch.topk(logits, top_k, dim=-1)
+    return best.softmax(dim=-1, dtype=torch.float32), ids
+
+
+SCORINGS: dict[str, Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]] = {
+    "softmax_topk": _softmax_topk,
+    "topk_softmax": _topk_softmax,
+}
 
 
 def hf_logits(source: Source) -> Blocks:
@@ -38,6 +49,8 @@ def hf_logits(source: Source) -> Blocks:
     if source.shape.scoring not in SCORINGS:
         known = ", ".join(SCORINGS)
         raise UsageError(f"scoring {source.shape.scoring!r} gives no experts: give --model, or --scoring of {known}")
+    if source.shape.groups > 1:
+        raise UsageError(f"{source.shape.family} chooses experts within groups: logits alone do not give them here")
     known_weights = source.shape.family != "unknown"
     if not known_weights:
         source.note("router weights are left out: without --model it is not known whether they are normalised")
@@ -60,7 +73,9 @@ def _rows(source: Source, weighted: bool) -> Iterator[Block]:
                 raise source.error("", f"row {row}, layer {number}: logits are not finite")
             weight, chosen = SCORINGS[shape.scoring](logits, shape.top_k)
             ids.append(chosen.numpy())
-            weights.append((weight / weight.sum(dim=-1, keepdim=True) if shape.normalise_weights else weight).numpy())
+            if shape.normalise_weights:
+                weight = weight / weight.sum(dim=-1, keepdim=True)
+            weights.append((weight * shape.routed_scale).numpy())
         yield Block(
             0,
             PREFILL,

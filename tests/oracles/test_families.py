@@ -1,0 +1,146 @@
+"""Every family in every layout: logits and routing of prefill and 64 decode steps equal those of `transformers`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_models import TINY, VOCAB, fp8_reference, save, save_fp8, save_mxfp4
+from torch import Tensor
+
+from foreload.backend.engine import Engine, EngineOptions
+from foreload.backend.models.checkpoint import Checkpoint
+from foreload.settings import Settings
+
+PROMPT = torch.randint(VOCAB, (23,), generator=torch.Generator().manual_seed(3)).tolist()
+STEPS = 64
+SETTINGS = {
+    "nothing_kept": Settings(cache_ratio=0.0, prefill_chunk_tokens=7),
+    "half": Settings(cache_ratio=0.5, prefill_chunk_tokens=64),
+    "prefetching": Settings(cache_ratio=0.25, predictor="gate", prefetch_depth=2, prefill_chunk_tokens=9),
+    "on_the_cpu": Settings(cache_ratio=0.25, miss_action="cpu", prefill_chunk_tokens=30),
+    "resident": Settings(cache_ratio=1.0),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Path]]:
+    """Models by family, saved as published."""
+    made: dict[str, tuple[Any, Path]] = {}
+    for name, tiny in TINY.items():
+        model = tiny.make()
+        made[name] = model, save(model, tmp_path_factory.mktemp("families") / name)
+    return made
+
+
+class Watched:
+    """An engine whose logits and routing are kept, row by row."""
+
+    def __init__(self, folder: Path | str, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+        checkpoint = Checkpoint.open(str(folder))
+        self.engine = Engine(checkpoint, EngineOptions(context_tokens=len(PROMPT) + STEPS + 1), settings)
+        self.logits: list[Tensor] = []
+        self.routed: list[list[tuple[Tensor, Tensor]]] = [[] for _ in checkpoint.shape.moe_layers]
+        decoder = self.engine.forward.decoder
+        route, logits = decoder.route, decoder.logits
+
+        def watched_route(at: int, h: Tensor) -> tuple[Tensor, Tensor]:
+            self.routed[at].append(route(at, h))
+            return self.routed[at][-1]
+
+        def watched_logits(x: Tensor) -> Tensor:
+            self.logits.append(logits(x))
+            return self.logits[-1]
+
+        monkeypatch.setattr(decoder, "route", watched_route)
+        monkeypatch.setattr(decoder, "logits", watched_logits)
+
+    def run(self) -> list[int]:
+        """The tokens fed: the prompt, and what was generated greedily but the last."""
+        with self.engine:
+            return PROMPT + self.engine.generate(PROMPT, STEPS + 1, stop=False).token_ids[:-1]
+
+
+def reference_run(model: Any, tokens: list[int]) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """Logits [tokens, vocab], and ids and weights [tokens, k] per MoE layer as a hook on its router sees them."""
+    routed: list[tuple[Tensor, Tensor]] = []
+    blocks = [getattr(layer.mlp, "gate", getattr(layer.mlp, "router", None)) for layer in model.model.layers]
+    hooks = [
+        block.register_forward_hook(lambda _, __, output: routed.append((output[2], output[1])))
+        for block in blocks
+        if block is not None
+    ]
+    with torch.inference_mode():
+        logits = model(torch.tensor([tokens])).logits[0]
+    for hook in hooks:
+        hook.remove()
+    return logits, routed
+
+
+def check(model: Any, folder: Path | str, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(folder, settings, monkeypatch)
+    tokens = watched.run()
+    logits, routed = reference_run(model, tokens)
+    found = torch.stack([rows[-1] for rows in watched.logits])
+    chunks = -(-len(PROMPT) // settings.prefill_chunk_tokens)
+    torch.testing.assert_close(found[chunks - 1 :], logits[len(PROMPT) - 1 :], atol=1e-4, rtol=0)
+    assert len(found) == chunks + STEPS
+    assert len(watched.routed) == len(routed) > 0
+    for ours, (ids, weights) in zip(watched.routed, routed, strict=True):
+        own_ids, own_weights = (torch.cat([step[part] for step in ours]) for part in (0, 1))
+        check_routing(own_ids, own_weights, ids, weights)
+
+
+def check_routing(ids: Tensor, weights: Tensor, expected_ids: Tensor, expected_weights: Tensor) -> None:
+    """Same experts with the same weights, in whatever order."""
+    order, expected_order = ids.argsort(dim=1), expected_ids.argsort(dim=1)
+    assert torch.equal(ids.gather(1, order), expected_ids.gather(1, expected_order))
+    torch.testing.assert_close(
+        weights.gather(1, order), expected_weights.gather(1, expected_order), atol=1e-5, rtol=1e-4
+    )
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", TINY)
+def test_family(models: dict[str, tuple[Any, Path]], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(*models[name], SETTINGS["prefetching"], monkeypatch)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("settings", [name for name in SETTINGS if name != "prefetching"])
+@pytest.mark.parametrize("name", ["gpt_oss", "glm4_moe_lite", "qwen2_every_other"])
+def test_offload(
+    models: dict[str, tuple[Any, Path]], name: str, settings: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(*models[name], SETTINGS[settings], monkeypatch)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", ["qwen3", "qwen2", "olmoe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
+def test_stacked_experts(
+    models: dict[str, tuple[Any, Path]], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As newer versions of `transformers` hold them in memory."""
+    model, published = models[name]
+    folder = save(model, tmp_path / name, save_original_format=False, max_shard_size="100KB")
+    checkpoint = Checkpoint.open(str(folder))
+    assert checkpoint.layout.stacked
+    assert len(checkpoint.files()) > 1
+    assert not Checkpoint.open(str(published)).layout.stacked
+    check(model, folder, SETTINGS["half"], monkeypatch)
+
+
+@pytest.mark.integration
+def test_mxfp4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = TINY["gpt_oss"].make()
+    folder = save_mxfp4(model, tmp_path / "packed")
+    assert Checkpoint.open(str(folder)).layout.stored == "mxfp4"
+    check(model, folder, SETTINGS["half"], monkeypatch)
+
+
+@pytest.mark.integration
+def test_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_fp8(TINY["deepseek_v3"].make(), tmp_path / "packed")
+    check(fp8_reference(folder, tmp_path / "plain"), folder, SETTINGS["half"], monkeypatch)
