@@ -6,9 +6,11 @@ import csv
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from foreload.errors import FileError
 from foreload.files import atomic_path
+from foreload.shape import ModelShape
 from foreload.traces.histogram import Histogram
 from foreload.traces.io import TraceReader
 from foreload.traces.schema import PHASES, Trace
@@ -41,18 +43,24 @@ def write_sglang_kt(path: Path, histogram: Histogram) -> int:
     """
     import torch
 
-    shape, counts = histogram.meta.model_shape(), histogram.counts
-    unused = np.flatnonzero(~counts.any(axis=1))
-    if len(unused):
-        layer = shape.moe_layers[unused[0]]
-        raise FileError(f"{path}: MoE layer {layer} was never used: sglang-kt needs counts in every MoE layer")
-    if counts.max() > np.iinfo(np.int32).max:
-        raise FileError(f"{path}: a count of {counts.max()} does not fit int32")
-    table = np.zeros((1, shape.layers, shape.experts), np.int32)
-    table[0, list(shape.moe_layers)] = counts
+    shape = histogram.meta.model_shape()
+    table = sglang_kt_counts(path, shape, histogram.counts)
     with atomic_path(path) as partial, partial.open("wb") as file:
         torch.save({"logical_count": torch.from_numpy(table)}, file)
     return shape.layers
+
+
+def sglang_kt_counts(name: Path | str, shape: ModelShape, counts: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Counts [L, E] of the MoE layers as [1, layers, E] of the decoder; FileError, naming the file, as above."""
+    unused = np.flatnonzero(~counts.any(axis=1))
+    if len(unused):
+        layer = shape.moe_layers[unused[0]]
+        raise FileError(f"{name}: MoE layer {layer} was never used: sglang-kt needs counts in every MoE layer")
+    if counts.max() > np.iinfo(np.int32).max:
+        raise FileError(f"{name}: a count of {counts.max()} does not fit int32")
+    table = np.zeros((1, shape.layers, shape.experts), np.int32)
+    table[0, list(shape.moe_layers)] = counts
+    return table
 
 
 def _lines(trace: Trace, row: int) -> list[tuple[object, ...]]:

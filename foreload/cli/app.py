@@ -14,6 +14,7 @@ import typer
 
 from foreload.cli import (
     demo,
+    export,
     profile,
     record,
     report,
@@ -35,6 +36,7 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "simulate": simulate.simulate,
     "tune": tune.tune,
     "validate": validate.validate,
+    "export": export.export,
     "report": report.report,
 }
 GROUPS: Mapping[str, typer.Typer] = {"trace": trace.app}
