@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from foreload.backend.chat import ChatTemplate, Message
-from foreload.backend.engine import Engine, Generation
+from foreload.backend.engine import Engine
 from foreload.backend.follow import Follower, StopGeneration
+from foreload.backend.generation import Generation
 from foreload.backend.sampling import Sampling
 from foreload.backend.text import TextStream
 

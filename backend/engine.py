@@ -6,15 +6,13 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 from types import TracebackType
 from typing import Literal, Self
 
-import numpy as np
 import psutil
 import torch
-from numpy.typing import NDArray
 
 from foreload.backend.experts.cpu import CpuExperts
 from foreload.backend.experts.link import CudaLink, HostLink, Link
@@ -23,12 +21,15 @@ from foreload.backend.experts.slab import HostSlab
 from foreload.backend.experts.transfer import CopyThread
 from foreload.backend.follow import Follower, StopGeneration
 from foreload.backend.forward import Forward
+from foreload.backend.generation import DecodeStep, Generation
 from foreload.backend.models.checkpoint import Checkpoint
 from foreload.backend.models.decoder import Decoder
 from foreload.backend.observe import Observer
 from foreload.backend.placement import keep_apart
 from foreload.backend.policy import Brain, SplitCosts, compile_policies
 from foreload.backend.sampling import Sampler, Sampling
+from foreload.backend.speculate.accept import judge
+from foreload.backend.speculate.drafts import Drafts
 from foreload.backend.turns import Turns
 from foreload.budget import slot_budget
 from foreload.errors import UsageError
@@ -67,22 +68,6 @@ class EngineOptions:
         return self.dtype or DEFAULT_DTYPE[self.device]
 
 
-@dataclass(frozen=True)
-class Generation:
-    """One finished request. `step_ns` are the decode steps after the first token, which prefill gives."""
-
-    prompt_tokens: int
-    token_ids: list[int]
-    ttft_ns: int
-    step_ns: list[int]
-    counters: NDArray[np.int64] = field(repr=False)  # [2 phases, MoE layers, counters] of this request alone
-
-    @property
-    def tpot_ms(self) -> float:
-        """Mean milliseconds per token after the first; nan without one."""
-        return sum(self.step_ns) / len(self.step_ns) / 1e6 if self.step_ns else float("nan")
-
-
 class Engine:
     """One model, one device, one request at a time. Close it, or use it as a context manager."""
 
@@ -103,6 +88,7 @@ class Engine:
         if options.context_tokens > checkpoint.shape.max_positions:
             limit = checkpoint.shape.max_positions
             raise UsageError(f"context_tokens {options.context_tokens} exceeds the model's {limit} positions")
+        Drafts.check(settings, options.context_tokens)
         self.checkpoint, self.options, self.shape = checkpoint, options, checkpoint.shape
         self.dtype_name = options.resolved_dtype
         self.device = torch.device(options.device)
@@ -127,6 +113,7 @@ class Engine:
         poison = options.debug_seed is not None
         self.forward = Forward(decoder, self.slab, self.pool, link, self.copies, self.cpu, poison)
         self.settings = settings
+        self._drafts = Drafts(options.context_tokens)
         self._request = threading.Lock()
         self._turns = Turns()
         self._follow(settings)
@@ -165,6 +152,7 @@ class Engine:
     def _follow(self, settings: Settings) -> None:
         self.forward.depth = settings.prefetch_depth
         self.forward.width = settings.width(self.shape)
+        self._drafts.follow(settings)
 
     def apply(self, settings: Settings) -> None:
         """Take new settings between two tokens, also of a running request.
@@ -172,6 +160,7 @@ class Engine:
         Residents stay as far as the new slots allow. Raises BudgetError (with the shortfall) or SettingsError; the old
         settings then stay in force.
         """
+        Drafts.check(settings, self.options.context_tokens)
         with self._turns.guest():
             costs = self._split_costs(settings)
             slot_limit = self._slot_limit(settings)
@@ -217,31 +206,50 @@ class Engine:
             self.place_helpers()
             before = self.brain.counters.copy()
             follower, sampler = follower or Follower(), Sampler(sampling or Sampling())
-            tokens: list[int] = []
-            step_ns: list[int] = []
-            ttft_ns = 0
+            text, steps, ttft_ns = list(prompt_ids), list[DecodeStep](), 0
+            stop_ids = self.tokenizer.stop_ids if stop else frozenset()
+            end = len(prompt_ids) + max_tokens
 
-            def draw(logits: torch.Tensor) -> None:
-                follower.logits(logits)
-                tokens.append(sampler.draw(logits[-1]))
-
-            def tell() -> None:
-                follower.token(tokens[-1])
-                if on_token is not None:
-                    on_token(tokens[-1])
+            def add(tokens: list[int]) -> None:
+                for token in tokens:
+                    text.append(token)
+                    follower.token(token)
+                    if on_token is not None:
+                        on_token(token)
 
             with suppress(StopGeneration):
                 start = time.perf_counter_ns()
-                draw(self._prefill(prompt_ids, follower)[None])
+                logits = self._prefill(prompt_ids, follower)[None]
+                follower.logits(logits)
+                first = [sampler.draw(logits[0])]
                 ttft_ns = time.perf_counter_ns() - start
-                tell()
-                while len(tokens) < max_tokens and not (stop and tokens[-1] in self.tokenizer.stop_ids):
+                add(first)
+                while len(text) < end and text[-1] not in stop_ids:
                     start = time.perf_counter_ns()
                     with self._turns.turn():
-                        draw(self.forward.decode(tokens[-1:], len(prompt_ids) + len(tokens) - 1))
-                    step_ns.append(time.perf_counter_ns() - start)
-                    tell()
-            return Generation(len(prompt_ids), tokens, ttft_ns, step_ns, self.brain.counters - before)
+                        drafted, tokens = self._step(text, end - len(text), sampler, follower, stop_ids)
+                    steps.append(DecodeStep(time.perf_counter_ns() - start, drafted, len(tokens)))
+                    add(tokens)
+            return Generation(len(prompt_ids), text[len(prompt_ids) :], ttft_ns, steps, self.brain.counters - before)
+
+    def _step(
+        self, text: list[int], most: int, sampler: Sampler, follower: Follower, stop_ids: frozenset[int]
+    ) -> tuple[int, list[int]]:
+        """One decode step after `text`: how many tokens were drafted, and the 1 to `most` tokens to add."""
+        marks, verify = self.forward.marks, self._drafts.on
+        marks.start()
+        proposal = self._drafts.propose(text, most - 1, sampler)
+        if verify:
+            marks.mark("draft")
+        fed, position = [text[-1], *proposal.tokens], len(text) - 1
+        logits = self.forward.decode(fed, position)
+        marks.start()
+        tokens = judge(sampler, logits, proposal).emitted(proposal, stop_ids)
+        if verify:
+            marks.mark("sample")
+        self.forward.report(fed, position, len(tokens), verify)
+        follower.logits(logits[: len(tokens)])
+        return len(proposal.tokens), tokens
 
     def place_helpers(self) -> None:
         """Keep the copy thread and the CPU experts off the calling thread's core."""
@@ -264,9 +272,11 @@ class Engine:
 
     def _prefill(self, prompt_ids: list[int], follower: Follower) -> torch.Tensor:
         """Logits [vocab] after the prompt, fed in chunks of `prefill_chunk_tokens`; others may act between two."""
-        with self._turns.turn(), self.copies.lock:
-            self.brain.start_request()
-            self.copies.settle()
+        with self._turns.turn():
+            with self.copies.lock:
+                self.brain.start_request()
+                self.copies.settle()
+            self._drafts.start(prompt_ids)
         logits, at = torch.empty(0), 0
         while at < len(prompt_ids):
             with self._turns.turn():

@@ -22,6 +22,7 @@ from foreload.backend.policy.state import DECODE, KEPT, N_FREE, PREFILL
 from foreload.backend.policy.step import ACT_CPU, ACT_FETCH, ACT_HIT, ACT_LATE
 from foreload.backend.policy.window import Demand, demand_of, merge_predictions
 from foreload.backend.predict.gate import predict_gate
+from foreload.traces import schema
 
 LOGIT_ROWS = 32  # so that scoring a prompt of a large vocabulary takes little device memory
 
@@ -48,6 +49,7 @@ class Forward:
         self._slab, self._pool, self._link, self._copies, self._cpu = slab, pool, link, copies, cpu
         self._brain = copies.brain
         self._asynchronous = link.asynchronous
+        self._log: RouteLog | None = None  # of a decode step whose verdict is not known yet
         self._open: tuple[int, list[int]] | None = None  # layer-step begun and not finished, and its copies
         self._poisoned: set[int] | None = set() if poison else None
 
@@ -58,7 +60,7 @@ class Forward:
         try:
             yield
         finally:
-            self.observer = None
+            self.observer = self._log = None
             self._open = None
             self._copies.phase = DECODE
             self._cpu.drain()
@@ -68,7 +70,8 @@ class Forward:
     def decode(self, token_ids: list[int], position: int) -> Tensor:
         """Logits [n, vocab] after feeding n tokens from `position` on in one step: one token, or a verify window.
 
-        A position below the end of the sequence rolls it back: keys and values from there on are written anew.
+        A position below the end of the sequence rolls it back: keys and values from there on are written anew. The
+        observer hears of the step from `report`.
         """
         decoder, shape, marks = self.decoder, self._shape, self.marks
         log = RouteLog(self.observer, len(token_ids), shape.n_moe_layers, shape.top_k) if self.observer else None
@@ -95,9 +98,14 @@ class Forward:
         marks.mark("head")
         self.finish()
         self._brain.end_step()
-        if log is not None:
-            log.close(False, position, token_ids)
+        self._log = log
         return logits
+
+    def report(self, token_ids: list[int], position: int, kept: int, verify: bool) -> None:
+        """Tell the observer of the decode step run last: the first `kept` of its tokens stay in the text."""
+        if self._log is not None:
+            self._log.close(schema.DRAFT_VERIFY if verify else schema.DECODE, position, token_ids, kept)
+            self._log = None
 
     def _predict(self, at: int, r: Tensor, log: RouteLog | None) -> list[NDArray[np.int32]]:
         """Predictions for the next layers, best first, for the brain; the log's may reach further."""
@@ -222,7 +230,7 @@ class Forward:
                 log.weights[:, at] = weights.cpu().numpy()
         self._copies.phase = DECODE
         if log is not None:
-            log.close(True, position, token_ids)
+            log.close(schema.PREFILL, position, token_ids, len(token_ids))
         x = decoder.finish(x, position)
         if each is not None and len(token_ids) > last:
             for rows in x[: len(token_ids) - last].split(LOGIT_ROWS):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from statistics import median
 
 import numpy as np
@@ -35,7 +35,7 @@ class Measured:
     capacity: tuple[int, ...]
     tpot_ns: list[float] = field(default_factory=list)
     ttft_ns: list[float] = field(default_factory=list)
-    tokens: int = 0  # decode tokens per repetition
+    tokens: int = 0  # tokens that decode steps added, per repetition
     diverged: int = 0  # requests whose text was not the recorded one
     counters: NDArray[np.int64] = field(default_factory=lambda: np.zeros((2, 1, len(Counter)), np.int64))
 
@@ -63,24 +63,27 @@ class Measured:
 def recorded_requests(trace: Trace, engine: Engine, numbers: Sequence[int]) -> list[Request]:
     """The requests of a recording as they can be run again.
 
-    Raises MismatchError if the recording is of other weights, holds a request without prompt or decode steps, or was
-    not made by plain decoding.
+    Of verify steps those tokens followed that were accepted. Raises MismatchError if the recording is of other weights,
+    or holds a request without prompt or decode steps.
     """
     if trace.meta.weights_hash != engine.checkpoint.weights_hash:
         raise MismatchError(
             f"trace: recorded from weights {trace.meta.weights_hash}, this model has {engine.checkpoint.weights_hash}"
         )
-    if (trace.phase == schema.DRAFT_VERIFY).any():
-        raise MismatchError("trace: holds draft_verify steps: only recordings of plain decoding can be run again")
     found = []
     for number in numbers:
         rows = trace.request == number
         prompt = trace.token_id[rows & (trace.phase == schema.PREFILL)].tolist()
-        followed = trace.token_id[rows & (trace.phase == schema.DECODE)].tolist()
+        followed = trace.token_id[rows & (trace.phase != schema.PREFILL) & trace.accepted].tolist()
         if not prompt or not followed:
             raise MismatchError(f"trace: request {number} has no prompt or no decode steps: it cannot be run again")
         found.append(Request(prompt, followed))
     return found
+
+
+def recorded_sampling(trace: Trace) -> Sampling:
+    """How the tokens of a recording were chosen; what it says of drafts is left out."""
+    return Sampling(**{f.name: trace.meta.sampling[f.name] for f in fields(Sampling) if f.name in trace.meta.sampling})
 
 
 def measure(
@@ -96,7 +99,7 @@ def measure(
     Each turn starts with an empty cache, like a simulation. The engine keeps the last settings it was given before.
     """
     requests = recorded_requests(trace, engine, numbers)
-    sampling = Sampling(**trace.meta.sampling)
+    sampling = recorded_sampling(trace)
     before = engine.settings
     found: list[Measured] = []
     try:
@@ -116,15 +119,15 @@ def measure(
 
 def _turn(engine: Engine, requests: Sequence[Request], sampling: Sampling, into: Measured) -> None:
     start = engine.brain.counters.copy()
-    steps: list[int] = []
+    time_ns, tokens = 0, 0
     firsts: list[int] = []
     into.diverged = 0
     for request in requests:
         done = engine.generate(request.prompt_ids, len(request.followed) + 1, sampling, stop=False)
-        steps += done.step_ns
+        time_ns, tokens = time_ns + done.decode_ns, tokens + done.decode_tokens
         firsts.append(done.ttft_ns)
         into.diverged += done.token_ids[:-1] != request.followed
-    into.tokens = len(steps)
-    into.tpot_ns.append(sum(steps) / len(steps))
+    into.tokens = tokens
+    into.tpot_ns.append(time_ns / tokens)
     into.ttft_ns.append(sum(firsts) / len(firsts))
     into.counters = engine.brain.counters - start

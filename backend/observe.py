@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 class Routed:
     """Routing of one forward over n positions of one request."""
 
-    prefill: bool
+    phase: int  # of `traces.schema`
     position: int  # of the first row
+    kept: int  # rows that stay; the others are rejected drafts
     token_ids: NDArray[np.int32]  # [n]
     experts: NDArray[np.int16]  # [n, MoE layers, k] in rank order
     weights: NDArray[np.float16]  # [n, MoE layers, k]
@@ -43,10 +44,10 @@ class RouteLog:
             depth: np.full((tokens, layers, observer.width), -1, np.int16) for depth in range(1, observer.depth + 1)
         }
 
-    def close(self, prefill: bool, position: int, token_ids: list[int]) -> None:
+    def close(self, phase: int, position: int, token_ids: list[int], kept: int) -> None:
         """Hand the forward over."""
         ids = np.asarray(token_ids, np.int32)
-        self._observer.routed(Routed(prefill, position, ids, self.experts, self.weights, self.predicted))
+        self._observer.routed(Routed(phase, position, kept, ids, self.experts, self.weights, self.predicted))
 
 
 class Marks:

@@ -6,17 +6,21 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from foreload.assets import ASSETS
-from foreload.backend.engine import Engine, Generation
+from foreload.backend.engine import Engine
+from foreload.backend.generation import Generation
 from foreload.backend.observe import Routed
 from foreload.backend.sampling import Sampling
 from foreload.errors import FileError
 from foreload.files import read_bytes
 from foreload.machine import machine_name, software
-from foreload.settings import MAX_PREFETCH_DEPTH
+from foreload.settings import MAX_PREFETCH_DEPTH, Settings
 from foreload.traces.io import TraceWriter
-from foreload.traces.schema import DECODE, PREFILL, PredictionColumn, TraceMeta
+from foreload.traces.schema import PREFILL, PredictionColumn, TraceMeta
 
 
 @dataclass(frozen=True)
@@ -71,12 +75,13 @@ class Recorder:
         self._writer.append(
             self.request,
             self._step,
-            PREFILL if routed.prefill else DECODE,
+            routed.phase,
             list(positions),
             routed.token_ids,
             routed.experts,
+            accepted=np.arange(len(routed.token_ids)) < routed.kept,
             weights=routed.weights if self._writer.meta.has_weights else None,
-            predictions={} if routed.prefill else {("gate", d): ids for d, ids in routed.predicted.items()},
+            predictions={} if routed.phase == PREFILL else {("gate", d): ids for d, ids in routed.predicted.items()},
         )
         self._step += 1
 
@@ -92,7 +97,7 @@ def trace_meta(
         weights_hash=checkpoint.weights_hash,
         tokenizer_hash=checkpoint.tokenizer_hash,
         source="foreload engine",
-        sampling=asdict(sampling),
+        sampling={**asdict(sampling), **drafting(engine.settings)},
         machine=machine_name(),
         software=software(),
         seed=sampling.seed,
@@ -100,6 +105,12 @@ def trace_meta(
         has_weights=weights,
         predictions=tuple(PredictionColumn(predictor="gate", depth=d, width=width) for d in range(1, depth + 1)),
     )
+
+
+def drafting(settings: Settings) -> dict[str, Any]:
+    """What a recording says about drafts beside the sampling; nothing without them."""
+    draft = settings.draft
+    return {} if draft.kind == "none" else {"draft": draft.kind, "gamma": draft.gamma}
 
 
 def record(

@@ -26,18 +26,28 @@ class Sampling:
 
 
 class Sampler:
-    """Draws tokens; the same seed gives the same tokens on the same logits."""
+    """Draws tokens; the same seed gives the same tokens on the same logits and drafts."""
 
     def __init__(self, sampling: Sampling) -> None:
         self._sampling = sampling
         self._generator = torch.Generator().manual_seed(sampling.seed)
 
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken; the lowest id among equals."""
+        return self._sampling.temperature == 0
+
     def draw(self, logits: Tensor) -> int:
         """The next token from logits [vocab]."""
-        if self._sampling.temperature == 0:
-            return int(logits.argmax())
-        probabilities = self.distribution(logits)
+        return int(logits.argmax()) if self.greedy else self.choose(self.distribution(logits))
+
+    def choose(self, probabilities: Tensor) -> int:
+        """A token drawn from probabilities [vocab]."""
         return int(torch.multinomial(probabilities, 1, generator=self._generator))
+
+    def uniform(self) -> float:
+        """A number drawn from [0, 1)."""
+        return float(torch.rand((), generator=self._generator, dtype=torch.float64))
 
     def distribution(self, logits: Tensor) -> Tensor:
         """Probabilities [vocab] on the host that `draw` draws from, in float64."""

@@ -46,7 +46,7 @@ def _spans(
     engine: Engine, marks: Marks, copies: list[CopySpan], cpu: list[tuple[int, int, int, int]]
 ) -> Iterator[Span]:
     zero = marks.spans[0][3]
-    steps = [begun for kind, _, _, begun, _ in marks.spans if kind == "embed"]
+    steps = _step_starts(marks)
 
     def span(track: str, kind: str, layer: int, expert: int, begun: int, done: int, size: int = 0) -> Span:
         step, name = bisect_right(steps, begun) - 1, span_name(kind, layer, expert)
@@ -61,3 +61,14 @@ def _spans(
             yield span("link", kind, layer, expert, copy.issued_ns, copy.landed_ns, engine.expert_bytes)
     for layer, _, begun, done in cpu:
         yield span("cpu", "experts_cpu", layer, -1, begun, done)
+
+
+def _step_starts(marks: Marks) -> list[int]:
+    """When each step began: with its draft, or without one with its embedding."""
+    starts, drafting = [], False
+    for kind, _, _, begun, _ in marks.spans:
+        if kind == "draft" or (kind == "embed" and not drafting):
+            starts.append(begun)
+        if kind in ("draft", "embed"):
+            drafting = kind == "draft"
+    return starts

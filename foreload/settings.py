@@ -14,12 +14,31 @@ from foreload.shape import ModelShape
 from foreload.units import format_bytes
 
 MAX_PREFETCH_DEPTH = 2
+MAX_GAMMA = 16
 
 Eviction = Literal["lru", "lfu", "lfru"]
 Admission = Literal["demand", "background", "none"]
 Predictor = Literal["none", "gate"]
 MissAction = Literal["fetch", "cpu", "split"]
 SplitRule = Literal["makespan", "bandwidth"]
+DraftKind = Literal["none", "ngram"]
+
+
+class Draft(BaseModel):
+    """What proposes tokens that the model then verifies in one step, `gamma` at most."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: DraftKind = "none"
+    gamma: Annotated[int, Field(ge=0, le=MAX_GAMMA)] = 0
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if (self.gamma > 0) != (self.kind != "none"):
+            raise ValueError(
+                f"gamma {self.gamma} does not go with kind {self.kind!r}: 0 goes with 'none', 1 or more with the others"
+            )
+        return self
 
 
 class Settings(BaseModel):
@@ -42,6 +61,7 @@ class Settings(BaseModel):
     miss_action: MissAction = "fetch"
     split_rule: SplitRule = "makespan"
     cpu_threads: Annotated[int, Field(ge=1, le=256)] = 1
+    draft: Draft = Draft()
     prefill_chunk_tokens: Annotated[int, Field(ge=1)] = 256
     headroom_bytes: Annotated[int, Field(ge=0)] = 0
 
@@ -73,7 +93,7 @@ class Settings(BaseModel):
         """Write as JSON or, if `path` ends in .toml, as TOML, atomically."""
         values = self.model_dump(mode="json", exclude_none=True)
         if Path(path).suffix == ".toml":
-            write_text(path, "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items()))
+            write_text(path, "".join(f"{key} = {_toml(value)}\n" for key, value in values.items()))
         else:
             write_text(path, json.dumps(values, indent=1) + "\n")
 
@@ -82,26 +102,41 @@ class Settings(BaseModel):
         return Settings.parse({**self.model_dump(), **fields})
 
     def width(self, shape: ModelShape) -> int:
-        """Experts prefetched per predicted layer."""
+        """Experts prefetched per predicted layer and token of a step."""
         return min(self.prefetch_width or shape.top_k, shape.experts)
 
     def describe(self) -> str:
         """The fields that differ from the default, on one line."""
-        parts = []
-        for key, value in self.model_dump(exclude_defaults=True).items():
-            shown = "/".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            parts.append(f"{key}={shown}")
+        parts = [f"{key}={_shown(value)}" for key, value in self.model_dump(exclude_defaults=True).items()]
         return " ".join(parts) or "default"
+
+
+def _toml(value: Any) -> str:
+    """A value as TOML, mappings as inline tables."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_toml(inner)}" for key, inner in value.items()) + "}"
+    return json.dumps(value)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return ",".join(_shown(inner) for inner in value.values())
+    return "/".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def step_experts(settings: Settings, shape: ModelShape) -> int:
+    """The most distinct experts that a layer-step can demand: a verify step has up to gamma + 1 tokens."""
+    return min(shape.experts, (settings.draft.gamma + 1) * shape.top_k)
 
 
 def staging_slots(settings: Settings, shape: ModelShape) -> int:
     """Slots that hold what is fetched or prefetched before it is kept or dropped; always there, whatever the cache.
 
-    One token's demand, `prefetch_depth` layers of prefetches, and the background uploads of one layer-step.
+    A step's demand, `prefetch_depth` layers of prefetches, and the background uploads of one layer-step.
     """
-    prefetch = settings.prefetch_depth * settings.width(shape)
+    prefetch = settings.prefetch_depth * min(shape.experts, (settings.draft.gamma + 1) * settings.width(shape))
     uploads = settings.admit_per_step if settings.admission == "background" else 0
-    return shape.top_k + prefetch + uploads
+    return step_experts(settings, shape) + prefetch + uploads
 
 
 def slot_counts(settings: Settings, shape: ModelShape, slot_budget: int | None = None) -> tuple[int, ...]:

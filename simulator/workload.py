@@ -40,6 +40,8 @@ def load_requests(
     the width, or names an expert the model does not have.
     """
     _check(trace, shape)
+    if settings is not None and settings.draft.kind != "none":
+        raise MismatchError(f"trace: holds no verify windows of draft {settings.draft.kind!r}: it is of plain decode")
     known = request_numbers(trace)
     chosen = known if requests is None else tuple(requests)
     missing = [number for number in chosen if number not in known]

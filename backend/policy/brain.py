@@ -15,7 +15,7 @@ from foreload.backend.policy import copies, state, step
 from foreload.backend.policy.order import EVICTIONS, worst_kept
 from foreload.backend.policy.split import CPU, FETCH, SPLIT_BANDWIDTH, SPLIT_MAKESPAN, SplitCosts
 from foreload.errors import InternalError, SettingsError
-from foreload.settings import Settings, staging_slots
+from foreload.settings import Settings, staging_slots, step_experts
 from foreload.shape import ModelShape
 
 _ADMISSIONS = {"none": step.ADMIT_NONE, "demand": step.ADMIT_DEMAND, "background": step.ADMIT_BACKGROUND}
@@ -62,7 +62,6 @@ class Brain:
         self.shape = shape
         slots = self.slots_for(shape, settings, capacity)
         self.state = state.new_state(np.asarray(capacity, np.int32), shape.experts, slots)
-        self._reserve = shape.top_k
         self._use(settings, costs)
         self._experts = np.zeros(0, np.int32)
         self._action = np.zeros(0, np.int8)
@@ -85,6 +84,7 @@ class Brain:
         self._eviction = EVICTIONS.index(settings.eviction)
         self._rule = miss_rule(settings)
         self._admission = _ADMISSIONS[settings.admission]
+        self._reserve = step_experts(settings, self.shape)
 
     @property
     def slots(self) -> int:

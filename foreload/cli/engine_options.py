@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from foreload.settings import Settings
+from foreload.errors import UsageError
+from foreload.settings import DraftKind, Settings
 from foreload.units import parse_bytes, parse_rate
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from foreload.cli.output import Output
 
 DeviceName = Literal["auto", "cpu", "cuda"]
+DEFAULT_GAMMA = 4
 
 ModelArg = Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face folder, or `mini` (bundled).")]
 DeviceFlag = Annotated[DeviceName, typer.Option("--device", help="auto: cuda if a GPU is visible.")]
@@ -34,6 +36,12 @@ ProfileFlag = Annotated[
 ]
 SettingsFlag = Annotated[
     Path | None, typer.Option("--settings", metavar="FILE", help="JSON or TOML. Default: the largest uniform cache.")
+]
+DraftFlag = Annotated[
+    DraftKind | None, typer.Option("--draft", help="What proposes tokens to verify; instead of the settings'.")
+]
+GammaFlag = Annotated[
+    int | None, typer.Option("--gamma", metavar="N", min=1, help="Most tokens to propose per step. Default: 4.")
 ]
 
 
@@ -64,6 +72,18 @@ def resolve_device(device: DeviceName) -> Literal["cpu", "cuda"]:
 def load_settings(path: Path | None) -> Settings:
     """The settings of a file, or the default."""
     return Settings() if path is None else Settings.load(path)
+
+
+def with_draft(settings: Settings, kind: DraftKind | None, gamma: int | None) -> Settings:
+    """`settings` with the draft that flags ask for; UsageError for a flag that goes with nothing."""
+    if kind is None and gamma is None:
+        return settings
+    draft = settings.draft
+    chosen = kind or draft.kind
+    if chosen == "none" and gamma is not None:
+        raise UsageError(f"--gamma {gamma} goes with a draft: give --draft ngram")
+    window = 0 if chosen == "none" else gamma or draft.gamma or DEFAULT_GAMMA
+    return settings.changed(draft={"kind": chosen, "gamma": window})
 
 
 def open_engine(model: str, options: EngineOptions, settings: Settings, profile: Path | None, output: Output) -> Engine:

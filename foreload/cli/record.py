@@ -11,7 +11,9 @@ import typer
 from foreload.cli.engine_options import (
     ContextFlag,
     DeviceFlag,
+    DraftFlag,
     DtypeFlag,
+    GammaFlag,
     LinkFlag,
     ModelArg,
     ProfileFlag,
@@ -20,6 +22,7 @@ from foreload.cli.engine_options import (
     engine_options,
     load_settings,
     open_engine,
+    with_draft,
 )
 from foreload.cli.output import JsonFlag, Output
 
@@ -43,6 +46,8 @@ def record(
         Path | None, typer.Option("--timings", metavar="FILE", help="Also write what ran when, as Parquet.")
     ] = None,
     settings: SettingsFlag = None,
+    draft: DraftFlag = None,
+    gamma: GammaFlag = None,
     profile: ProfileFlag = None,
     device: DeviceFlag = "auto",
     dtype: DtypeFlag = None,
@@ -63,19 +68,20 @@ def record(
     from foreload.traces.timings import Timings, write_timings
 
     output = Output(as_json)
-    chosen = read_prompts(prompts)[:requests]
+    texts = read_prompts(prompts)[:requests]
+    chosen = with_draft(load_settings(settings), draft, gamma)
     options = engine_options(device, dtype, vram, link, context)
     sampling = Sampling(temperature, top_p, seed)
     with (
-        open_engine(model, options, load_settings(settings), profile, output) as engine,
+        open_engine(model, options, chosen, profile, output) as engine,
         output.progress() as progress,
         ExitStack() as stack,
     ):
         spans = stack.enter_context(timed(engine)) if timings is not None else []
-        task = progress.add_task("recording", total=len(chosen))
+        task = progress.add_task("recording", total=len(texts))
         generations = run(
             engine,
-            chosen,
+            texts,
             out,
             prompt_tokens=prompt_tokens,
             max_tokens=tokens,
@@ -93,7 +99,7 @@ def record(
         "file": str(out),
         "requests": len(generations),
         "prompt_tokens": sum(g.prompt_tokens for g in generations),
-        "decode_tokens": sum(len(g.step_ns) for g in generations),
+        "decode_tokens": sum(g.decode_tokens for g in generations),
         "bytes": out.stat().st_size,
     }
     line = "{file}: {requests} requests, {prompt_tokens} prompt and {decode_tokens} decode tokens, {bytes} bytes"

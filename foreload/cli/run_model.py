@@ -10,7 +10,9 @@ import typer
 from foreload.cli.engine_options import (
     ContextFlag,
     DeviceFlag,
+    DraftFlag,
     DtypeFlag,
+    GammaFlag,
     LinkFlag,
     ModelArg,
     ProfileFlag,
@@ -19,13 +21,15 @@ from foreload.cli.engine_options import (
     engine_options,
     load_settings,
     open_engine,
+    with_draft,
 )
 from foreload.cli.output import JsonFlag, Output, facts
 from foreload.errors import UsageError
 from foreload.files import read_bytes
 
 if TYPE_CHECKING:
-    from foreload.backend.engine import Engine, Generation
+    from foreload.backend.engine import Engine
+    from foreload.backend.generation import Generation
 
 
 def run(
@@ -39,6 +43,8 @@ def run(
     chat: Annotated[bool, typer.Option("--chat", help="Talk: each line of standard input is a turn.")] = False,
     system: Annotated[str | None, typer.Option("--system", help="With --chat: the system message.")] = None,
     settings: SettingsFlag = None,
+    draft: DraftFlag = None,
+    gamma: GammaFlag = None,
     profile: ProfileFlag = None,
     device: DeviceFlag = "auto",
     dtype: DtypeFlag = None,
@@ -58,9 +64,10 @@ def run(
     if system is not None and not chat:
         raise UsageError("--system goes with --chat")
     output = Output(as_json)
+    chosen = with_draft(load_settings(settings), draft, gamma)
     options = engine_options(device, dtype, vram, link, context)
     sampling = Sampling(temperature, top_p, seed)
-    with open_engine(model, options, load_settings(settings), profile, output) as engine:
+    with open_engine(model, options, chosen, profile, output) as engine:
         if chat or text is None:
             values = talk(engine, system, text, tokens, sampling, output)
             return output.finish(values, lambda console: _show_turns(console, values["turns"]))
@@ -89,18 +96,22 @@ def summary(engine: Engine, generation: Generation) -> dict[str, Any]:
     totals = generation.counters[DECODE].sum(axis=0)
     demand = int(totals[Counter.HITS] + totals[Counter.LATE] + totals[Counter.MISSES])
     copied = int(totals[Counter.FETCHED] + totals[Counter.PREFETCHED] + totals[Counter.UPLOADED])
-    steps = len(generation.step_ns)
+    steps, tokens = len(generation.steps), generation.decode_tokens
     return {
         "source": "measured",
         "settings": engine.settings.describe(),
         "prompt_tokens": generation.prompt_tokens,
         "tokens": len(generation.token_ids),
+        "decode_steps": steps,
+        "tokens_per_step": generation.tokens_per_step if steps else None,
+        "acceptance": generation.acceptance,
+        "experts_per_layer_step": generation.experts_per_layer_step if steps else None,
         "ttft_ms": generation.ttft_ns / 1e6,
         "tpot_ms": generation.tpot_ms if steps else None,
         "hit_rate": int(totals[Counter.HITS]) / demand if demand else None,
         "late_rate": int(totals[Counter.LATE]) / demand if demand else None,
         "cpu_rate": int(totals[Counter.ON_CPU]) / demand if demand else None,
-        "bytes_per_token": copied * engine.expert_bytes / steps if steps else None,
+        "bytes_per_token": copied * engine.expert_bytes / tokens if steps else None,
         "memory": engine.describe_memory(),
     }
 
@@ -110,6 +121,10 @@ def _show(console: Any, prompt: str, values: dict[str, Any]) -> None:
     if values["tpot_ms"] is None:
         console.print(f"first token after {values['ttft_ms']:.1f} ms (measured)")
         return
+    steps = f"{values['decode_steps']} of {values['tokens_per_step']:.2f} tokens"
+    if values["acceptance"]:
+        shares = ", ".join(f"{share:.0%}" for share in values["acceptance"])
+        steps += f"; drafts kept by place in the window: {shares}"
     rates = f"{values['hit_rate']:.1%} hits, {values['late_rate']:.1%} late, {values['cpu_rate']:.1%} on the CPU"
     console.print(
         facts(
@@ -118,7 +133,8 @@ def _show(console: Any, prompt: str, values: dict[str, Any]) -> None:
                 "settings": values["settings"],
                 "time per token": f"{values['tpot_ms']:.2f} ms over {values['tokens'] - 1} tokens",
                 "first token": f"{values['ttft_ms']:.1f} ms after {values['prompt_tokens']} prompt tokens",
-                "experts": rates,
+                "decode steps": steps,
+                "experts": f"{values['experts_per_layer_step']:.1f} per layer and step: {rates}",
                 "copied": f"{values['bytes_per_token'] / 1e6:.2f} MB per token",
                 "memory": values["memory"],
             },

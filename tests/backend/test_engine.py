@@ -151,10 +151,10 @@ def test_generation_counts_itself(make_engine: MakeEngine) -> None:
     engine = make_engine(Settings(cache_ratio=0.5))
     done = engine.generate(engine.tokenizer.encode(words(*PROMPT)), TOKENS, stop=False)
     assert done.prompt_tokens == len(PROMPT)
-    assert len(done.step_ns) == TOKENS - 1
+    assert len(done.steps) == TOKENS - 1
     demanded = done.counters[DECODE][:, [Counter.HITS, Counter.LATE, Counter.MISSES]].sum(axis=1)
     assert (demanded == 2 * (TOKENS - 1)).all()
-    assert engine.generate(PROMPT, 1).step_ns == []
+    assert engine.generate(PROMPT, 1).steps == []
     assert str(engine.generate(PROMPT, 1).tpot_ms) == "nan"
 
 

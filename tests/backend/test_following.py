@@ -63,10 +63,10 @@ def test_stopping_early_keeps_what_there_is(make_engine: Callable[..., Engine]) 
     for tokens in (1, 2, 5):
         done = engine.generate(PROMPT, 12, stop=False, follower=Log(tokens=tokens))
         assert done.token_ids == expected[:tokens]
-        assert len(done.step_ns) == tokens - 1
+        assert len(done.steps) == tokens - 1
         engine.brain.check_integrity()
     ended = engine.generate(PROMPT, 12, stop=False, follower=Log(chunks=2))
-    assert (ended.token_ids, ended.step_ns, ended.ttft_ns) == ([], [], 0)
+    assert (ended.token_ids, ended.steps, ended.ttft_ns) == ([], [], 0)
     assert engine.generate(PROMPT, 12, stop=False).token_ids == expected
 
 

@@ -22,7 +22,7 @@ from foreload.backend.timeline import measured_spans
 from foreload.errors import BudgetError, FileError, MismatchError
 from foreload.settings import Settings
 from foreload.traces.io import partial_folder, read_trace
-from foreload.traces.schema import DECODE, DRAFT_VERIFY, PREFILL, Trace
+from foreload.traces.schema import DECODE, PREFILL, Trace
 from foreload.traces.timings import KINDS, TRACKS, Span
 
 PROMPTS = [Prompt("one", words(*range(1, 13))), Prompt("two", words(*range(40, 30, -1)))]
@@ -252,6 +252,3 @@ def test_recordings_that_cannot_be_run_again(make_engine: MakeEngine, tmp_path: 
         recorded_requests(prompt_only, engine, [0])
     with pytest.raises(MismatchError, match="request 9 has no prompt"):
         recorded_requests(trace, engine, [9])
-    trace.phase[-1] = DRAFT_VERIFY
-    with pytest.raises(MismatchError, match="holds draft_verify steps"):
-        recorded_requests(trace, engine, [0])
