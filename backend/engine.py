@@ -14,6 +14,7 @@ from typing import Literal, Self
 import psutil
 import torch
 
+from foreload.backend.applied import Applied, Watch
 from foreload.backend.experts.cpu import CpuExperts
 from foreload.backend.experts.link import CudaLink, HostLink, Link
 from foreload.backend.experts.pool import SlotPool
@@ -154,14 +155,16 @@ class Engine:
         self.forward.width = settings.width(self.shape)
         self._drafts.follow(settings)
 
-    def apply(self, settings: Settings) -> None:
+    def apply(self, settings: Settings) -> Applied:
         """Take new settings between two tokens, also of a running request.
 
         Residents stay as far as the new slots allow. Raises BudgetError (with the shortfall) or SettingsError; the old
         settings then stay in force.
         """
         Drafts.check(settings, self.options.context_tokens)
+        watch = Watch(self)
         with self._turns.guest():
+            watch.begin()
             costs = self._split_costs(settings)
             slot_limit = self._slot_limit(settings)
             capacity = check_slots(settings, self.shape, slot_limit, self.expert_bytes)
@@ -170,7 +173,8 @@ class Engine:
                 self.brain.quiesce()
                 self.copies.settle()
                 self.pool.grow(Brain.slots_for(self.shape, settings, capacity))
-                for source, target in self.brain.reconfigure(settings, capacity, costs):
+                moves = self.brain.reconfigure(settings, capacity, costs)
+                for source, target in moves:
                     self.pool.move(source, target)
                 if self.options.device == "cuda":
                     torch.cuda.synchronize(self.device)
@@ -178,6 +182,7 @@ class Engine:
             self.cpu.resize(self._workers(settings))
             self.settings, self.capacity, self.slot_limit = settings, capacity, slot_limit
             self._follow(settings)
+            return watch.end(len(moves))
 
     def reset_cache(self) -> None:
         """Forget residents and history, as after loading."""

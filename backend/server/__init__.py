@@ -1,0 +1,1 @@
+"""The HTTP server: an OpenAI-compatible front, live statistics and live settings of one engine."""
