@@ -55,8 +55,13 @@ class ChatTemplate:
         self._tokens = dict(tokens)
 
     @classmethod
-    def of(cls, folder: Path) -> Self:
-        """The template of a model folder: `chat_template.jinja`, else that of `tokenizer_config.json`, else `PLAIN`."""
+    def of(cls, folder: Path | None) -> Self:
+        """The template of a model folder: `chat_template.jinja`, else that of `tokenizer_config.json`, else `PLAIN`.
+
+        None is a model without a folder, which gets `PLAIN`.
+        """
+        if folder is None:
+            return cls(PLAIN, {}, PLAIN_STOPS)
         config = folder / "tokenizer_config.json"
         values = read_mapping(config, "tokenizer configuration") if config.exists() else {}
         tokens = {name: text for name in _TOKENS if (text := _token(values.get(name))) is not None}
