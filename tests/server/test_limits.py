@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from conftest import CONTEXT, Running
 from http_client import Client, Reply, read_all, until
+from running_server import CONTEXT, Running
 
 pytestmark = pytest.mark.integration
 

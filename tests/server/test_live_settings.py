@@ -8,8 +8,8 @@ from random import Random
 from typing import Any
 
 import pytest
-from conftest import Running
 from http_client import Client, Reply, until
+from running_server import Running
 
 from foreload.client import EngineClient
 from foreload.errors import BudgetError, ForeloadError, SettingsError, UsageError

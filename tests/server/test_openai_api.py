@@ -6,9 +6,9 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from conftest import CONTEXT, Running
 from http_client import Client
 from openai import BadRequestError, NotFoundError, OpenAI
+from running_server import CONTEXT, Running
 
 from foreload.backend.chat import ChatTemplate
 from foreload.backend.engine import Engine
