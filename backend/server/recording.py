@@ -11,7 +11,7 @@ from pathlib import Path
 
 from foreload.backend.engine import Engine
 from foreload.backend.observe import Observer, Routed
-from foreload.backend.recorder import Recorder, trace_meta
+from foreload.backend.recorder import Recorder, drafting, trace_meta
 from foreload.backend.sampling import Sampling
 from foreload.errors import FileError, UsageError
 from foreload.settings import MAX_PREFETCH_DEPTH
@@ -57,7 +57,8 @@ class LiveRecording:
             if path.exists():
                 raise UsageError(f"{name} exists already: give another name")
             meta = trace_meta(self._engine, [], Sampling(), depth, width, weights)
-            meta = meta.model_copy(update={"source": "foreload server", "sampling": {}, "seed": -1})
+            sampling = drafting(self._engine.settings)  # how tokens are chosen is each request's own affair
+            meta = meta.model_copy(update={"source": "foreload server", "sampling": sampling, "seed": -1})
             self._active = _Active(self._lock, TraceWriter(path, meta), depth, width)
             return self._active.state
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from foreload.backend.engine import Engine, Generation
+from foreload.backend.engine import Engine
+from foreload.backend.generation import Generation
 from foreload.backend.observe import Marks
 from foreload.backend.policy.state import DECODE
 
