@@ -27,9 +27,10 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)
 
 clean:
+	rm -f backend/native/*.so
 	rm -rf $(VENV) .build build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt setup.py $(wildcard backend/native/src/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -qq -c constraints.txt -e '.[dev]'
 	rm -rf build

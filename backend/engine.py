@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from foreload.backend.applied import Applied, Watch
-from foreload.backend.experts.cpu import CpuExperts
+from foreload.backend.experts.cpu import make_cpu_experts
 from foreload.backend.experts.link import CudaLink, HostLink, Link
 from foreload.backend.experts.pool import SlotPool
 from foreload.backend.experts.slab import HostSlab
@@ -26,7 +26,7 @@ from foreload.backend.generation import DecodeStep, Generation
 from foreload.backend.models.checkpoint import Checkpoint
 from foreload.backend.models.decoder import Decoder
 from foreload.backend.observe import Observer
-from foreload.backend.placement import keep_apart
+from foreload.backend.placement import other_cores, place_threads
 from foreload.backend.policy import Brain, SplitCosts, compile_policies
 from foreload.backend.sampling import Sampler, Sampling
 from foreload.backend.speculate.accept import judge
@@ -108,7 +108,7 @@ class Engine:
         self.pool = SlotPool(self.shape, self.device, dtype)
         self.pool.grow(self.brain.slots)
         self.slab = HostSlab(checkpoint, dtype, options.device == "cuda", progress)  # last: it takes the longest
-        self.cpu = CpuExperts(self.slab, self._workers(settings))
+        self.cpu = make_cpu_experts(self.slab, self._workers(settings))
         link = self.make_link()
         self.copies = CopyThread(self.brain, self.slab, self.pool, link)
         poison = options.debug_seed is not None
@@ -258,7 +258,9 @@ class Engine:
 
     def place_helpers(self) -> None:
         """Keep the copy thread and the CPU experts off the calling thread's core."""
-        keep_apart([self.copies.thread, *self.cpu.workers])
+        cores = other_cores()
+        place_threads([self.copies.thread], cores)
+        self.cpu.place(cores)
 
     def check_request(self, prompt_ids: list[int], max_tokens: int) -> None:
         """UsageError if the request cannot be generated, whatever the settings are."""

@@ -134,7 +134,7 @@ class Forward:
         self.marks.mark("plan", at)
         batch, experts = Batch(h, demand), demand.experts.tolist()
         on_cpu = [i for i, action in enumerate(actions) if action == ACT_CPU]
-        host_out = self._submit_cpu(at, [experts[i] for i in on_cpu], batch.host_inputs(on_cpu)) if on_cpu else None
+        host_out = self._submit_cpu(at, [experts[i] for i in on_cpu], batch, on_cpu) if on_cpu else None
         used = []
         for i, action in enumerate(actions):
             if action == ACT_HIT:
@@ -181,8 +181,8 @@ class Forward:
             self._copies.kick()
         return actions
 
-    def _submit_cpu(self, at: int, experts: list[int], inputs: list[Tensor]) -> Tensor:
-        out = self._cpu.submit(at, experts, inputs)
+    def _submit_cpu(self, at: int, experts: list[int], batch: Batch, which: list[int]) -> Tensor:
+        out = self._cpu.submit(at, experts, batch.host_input(), batch.rows(which))
         self.marks.mark("submit", at)
         return out
 

@@ -5,21 +5,25 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 
 
-def keep_apart(helpers: Iterable[threading.Thread]) -> None:
-    """Let `helpers` run on the cores this process may use, except the one the calling thread is on.
+def other_cores() -> set[int]:
+    """The cores this process may use, except the one the calling thread is on.
 
-    Does nothing with a single core, or where threads cannot be placed.
+    Empty with a single core, or where threads cannot be placed.
     """
     if not hasattr(os, "sched_setaffinity"):
+        return set()
+    return os.sched_getaffinity(0) - {ctypes.CDLL(None).sched_getcpu()}
+
+
+def place_threads(threads: Iterable[threading.Thread], cores: Collection[int]) -> None:
+    """Let `threads` run on `cores` alone; nothing happens where they cannot be placed."""
+    if not cores:
         return
-    others = os.sched_getaffinity(0) - {ctypes.CDLL(None).sched_getcpu()}
-    if not others:
-        return
-    for helper in helpers:
-        if helper.native_id is not None and helper.is_alive():
-            with suppress(OSError):  # not allowed, or the helper has just ended
-                os.sched_setaffinity(helper.native_id, others)
+    for thread in threads:
+        if thread.native_id is not None and thread.is_alive():
+            with suppress(OSError):  # not allowed, or the thread has just ended
+                os.sched_setaffinity(thread.native_id, cores)

@@ -145,9 +145,9 @@ class Bench:
             brain.begin(layer, ids, np.ones(len(ids), np.int32))
             copies.lock.notify_all()
         if beside:
-            x = self.hidden().cpu()
+            x, rows = self.hidden().cpu(), [np.zeros(1, np.int64)] * len(beside)
             while brain.in_flight():
-                self.engine.cpu.submit(layer, beside, [x] * len(beside))
+                self.engine.cpu.submit(layer, beside, x, rows)
                 self.engine.cpu.join()
         copies.wait_landed(keys)
         with copies.lock:

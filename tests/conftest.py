@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,16 @@ from foreload.shape import ModelShape
 from foreload.traces.schema import DECODE, PREFILL, PredictionColumn, Trace, TraceMeta
 
 TIERS = {"unit", "integration", "slow", "gpu"}
+ROOT = Path(__file__).parent.parent
+
+
+def pytest_sessionstart() -> None:
+    """Build the native library if it is older than its sources, so that an editable tree tests what it holds."""
+    native = ROOT / "backend" / "native"
+    library, sources = native / "_experts.so", [*(native / "src").iterdir(), ROOT / "setup.py"]
+    if not library.exists() or library.stat().st_mtime < max(source.stat().st_mtime for source in sources):
+        build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace", "--force"]
+        subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

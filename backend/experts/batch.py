@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from foreload.backend.policy.window import Demand
@@ -35,13 +37,13 @@ class Batch:
         else:
             self._out[self._to[self._starts[i] : self._starts[i + 1]]] = output
 
-    def host_inputs(self, which: list[int]) -> list[Tensor]:
-        """The tokens of several experts, on the host."""
-        h = self._h.cpu()
-        if self._n == 1:
-            return [h] * len(which)
-        rows = torch.from_numpy(self._places // self._top_k)
-        return [h[rows[self._starts[i] : self._starts[i + 1]]] for i in which]
+    def host_input(self) -> Tensor:
+        """All tokens [n, hidden], on the host."""
+        return self._h.cpu()
+
+    def rows(self, which: list[int]) -> list[NDArray[np.int64]]:
+        """Which tokens each of several experts sees."""
+        return [self._places[self._starts[i] : self._starts[i + 1]] // self._top_k for i in which]
 
     def store_host(self, which: list[int], output: Tensor) -> None:
         """Keep the outputs of several experts, one after the other in `output` on the host."""

@@ -7,13 +7,16 @@ import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
+from numpy.typing import NDArray
 from torch import Tensor
 
 from foreload.backend.models.checkpoint import Checkpoint
 from foreload.backend.models.family import ExpertPart
 from foreload.errors import ForeloadError
+from foreload.formats import FORMAT_OF_DTYPE, BlockLayout, block_layout
 from foreload.shape import ModelShape
 from foreload.units import format_bytes
 
@@ -86,6 +89,7 @@ class HostSlab:
         `progress(done, total)` is called per part of an expert. Random weights are made on the GPU if `register`.
         """
         self.shape = checkpoint.shape
+        self.dtype = dtype
         shape = self.shape
         try:
             self.blocks = torch.empty(shape.n_moe_layers, shape.experts, shape.expert_weights, dtype=dtype)
@@ -135,6 +139,17 @@ class HostSlab:
     def block(self, layer: int, expert: int) -> Tensor:
         """The block of one expert, [weights]; `layer` counts MoE layers."""
         return self.blocks[layer, expert]
+
+    def layout(self, layer: int) -> BlockLayout:
+        """How the blocks of a layer are packed."""
+        name = str(self.dtype).removeprefix("torch.")
+        return block_layout(FORMAT_OF_DTYPE[name], self.shape)
+
+    def addresses(self) -> NDArray[np.int64]:
+        """Host addresses of all blocks, [MoE layers, experts]."""
+        size = self.shape.expert_weights * self.dtype.itemsize
+        numbers = np.arange(self.shape.n_moe_layers * self.shape.experts, dtype=np.int64)
+        return (self.blocks.data_ptr() + size * numbers).reshape(-1, self.shape.experts)
 
     def views(self, layer: int, expert: int) -> ExpertViews:
         """The expert's tensors on the host."""

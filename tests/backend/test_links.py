@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from foreload.backend.engine import Engine
-from foreload.backend.experts.cpu import CpuExperts
 from foreload.backend.experts.link import HostLink
 from foreload.backend.experts.pool import SlotPool
-from foreload.backend.experts.slab import HostSlab, run_expert
+from foreload.backend.experts.slab import HostSlab
 from foreload.backend.experts.transfer import CopyThread
 from foreload.backend.models.checkpoint import Checkpoint
 from foreload.backend.policy import Action, Brain, Counter
@@ -201,39 +200,6 @@ def test_closing_waits_for_what_is_in_flight(make_copies: MakeCopies) -> None:
     assert not copies.thread.is_alive()
 
 
-@pytest.fixture
-def experts(slab: HostSlab) -> Iterator[CpuExperts]:
-    workers = CpuExperts(slab, 2)
-    yield workers
-    workers.close()
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("tokens", [[1], [1, 1], [1, 4, 2, 1, 3]])
-def test_cpu_experts_equal_the_same_arithmetic(
-    experts: CpuExperts, slab: HostSlab, threads: int, tokens: list[int]
-) -> None:
-    experts.resize(threads)
-    inputs, chosen = [torch.randn(n, slab.shape.hidden) for n in tokens], list(range(7, 7 - len(tokens), -1))
-    for layer in range(slab.shape.n_moe_layers):
-        out = experts.submit(layer, chosen, inputs)
-        experts.join()
-        expected = [run_expert(x, *slab.views(layer, e)) for x, e in zip(inputs, chosen, strict=True)]
-        assert torch.equal(out, torch.cat(expected))
-
-
-@pytest.mark.unit
-def test_errors_of_cpu_experts_surface_and_pass(experts: CpuExperts, slab: HostSlab) -> None:
-    x = torch.ones(1, slab.shape.hidden)
-    experts.submit(0, [1, 99, 2], [x] * 3)
-    with pytest.raises(InternalError, match="a CPU expert failed"):
-        experts.join()
-    out = experts.submit(0, [1], [x])
-    experts.join()
-    assert torch.equal(out, run_expert(x, *slab.views(0, 1)))
-
-
 @pytest.mark.integration
 def test_a_failing_copy_ends_the_request(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "make_link", lambda _: BrokenLink("issue"))
@@ -243,7 +209,10 @@ def test_a_failing_copy_ends_the_request(make_engine: Callable[..., Engine], mon
 
 
 @pytest.mark.integration
-def test_a_failing_cpu_expert_ends_the_request(make_engine: Callable[..., Engine]) -> None:
+def test_a_failing_cpu_expert_ends_the_request(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORELOAD_CPU_ISA", "torch")
     engine = make_engine(Settings(cache_ratio=0.0, miss_action="cpu"))
 
     def spoil(_: int) -> None:

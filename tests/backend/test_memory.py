@@ -16,7 +16,7 @@ from foreload.backend.experts import slab as slab_module
 from foreload.backend.experts.pool import SlotPool
 from foreload.backend.experts.slab import HostSlab, PageableWarning
 from foreload.backend.models.checkpoint import Checkpoint
-from foreload.backend.placement import keep_apart
+from foreload.backend.placement import other_cores, place_threads
 from foreload.errors import BudgetError, ForeloadError
 from foreload.shape import ModelShape
 
@@ -188,11 +188,12 @@ def test_placing_helpers_that_cannot_be_placed_is_no_error(monkeypatch: pytest.M
     ended = threading.Thread(target=lambda: None)
     ended.start()
     ended.join()
-    keep_apart([ended, threading.Thread(target=lambda: None)])
+    place_threads([ended, threading.Thread(target=lambda: None)], {0})
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
 
     def refuse(*_: Any) -> None:
         raise PermissionError("not allowed")
 
     monkeypatch.setattr("os.sched_setaffinity", refuse)
-    keep_apart([threading.current_thread()])
+    assert len(other_cores()) == 3
+    place_threads([threading.current_thread()], other_cores())

@@ -88,8 +88,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.integration
 @pytest.mark.parametrize("name", SETTINGS)
-def test_windows_are_bit_identical_to_fully_resident(make_engine: MakeEngine, name: str) -> None:
-    """Also where experts run on the CPU: on this device it is the same arithmetic."""
+def test_windows_are_bit_identical_to_fully_resident(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Also where torch runs experts on the CPU: on this device it is the same arithmetic."""
+    monkeypatch.setenv("FORELOAD_CPU_ISA", "torch")
     expected = windows(make_engine(Settings(cache_ratio=1.0)))
     engine = make_engine(Settings.parse({**ROOM, **SETTINGS[name]}), debug_seed=len(name))
     found = windows(engine)

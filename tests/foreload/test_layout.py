@@ -84,17 +84,17 @@ def test_importing_loads_no_torch(module: str) -> None:
 def test_the_wheel_is_whole(tmp_path: Path) -> None:
     copy = tmp_path / "source"
     copy.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
     for folder in ("foreload", *MAPPED):
-        shutil.copytree(ROOT / folder, copy / folder)
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("*.so"))
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path, copy]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
-    (wheel,) = tmp_path.glob("foreload-*.whl")
+    (wheel,) = tmp_path.glob("foreload-*-py3-none-*.whl")
     held = set(zipfile.ZipFile(wheel).namelist())
     for folder in ("foreload", *MAPPED):
         for path in (ROOT / folder).rglob("*"):
-            if path.is_file() and "__pycache__" not in path.parts:
+            if path.is_file() and not {"__pycache__", "src"} & set(path.parts):
                 name = str(path.relative_to(ROOT))
                 assert (name if folder == "foreload" else f"foreload/{name}") in held
     assert {"foreload/py.typed", "foreload/dashboard/report.html.j2", "foreload/assets/mini/model.safetensors"} <= held

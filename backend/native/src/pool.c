@@ -1,0 +1,256 @@
+/* Worker threads that take jobs in order. Each job is cut into as many contiguous ranges as there are workers; who has
+ * finished its own range takes from the others', so a worker the system holds up holds up nobody. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "work.h"
+
+#define RING 8
+#define LINE 64
+
+typedef struct {
+    _Alignas(LINE) _Atomic int64_t next;
+    int64_t end;
+} range;
+
+typedef struct {
+    fl_job job;
+    range *ranges[2];                    /* [threads] each */
+    _Alignas(LINE) _Atomic int64_t finished[2]; /* units */
+    _Atomic int64_t begun_ns, ended_ns;
+    _Atomic int64_t done;                /* ticket + 1 of the last finished job that was here */
+    _Atomic int left;                    /* workers that will not look at the job again */
+} slot;
+
+struct fl_pool {
+    int threads, isa;
+    int64_t spin_ns;
+    pthread_t *workers;
+    slot *ring;                          /* [RING] */
+    _Alignas(LINE) _Atomic int64_t submitted;
+    _Atomic int stop, sleepers, waiters;
+    pthread_mutex_t mutex;
+    pthread_cond_t work, idle;
+};
+
+typedef struct {
+    fl_pool *pool;
+    int number;
+} start;
+
+static int64_t now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+static void pause_core(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+/* Waits up to `ns` until `*value` is at least `least`; says whether it is. */
+static int spin(const _Atomic int64_t *value, int64_t least, int64_t ns) {
+    if (atomic_load_explicit(value, memory_order_acquire) >= least) return 1;
+    if (ns <= 0) return 0;
+    for (int64_t end = now_ns() + ns;;) {
+        for (int i = 0; i < 32; i++) {
+            pause_core();
+            if (atomic_load_explicit(value, memory_order_acquire) >= least) return 1;
+        }
+        if (now_ns() >= end) return 0;
+    }
+}
+
+static void run_phase(slot *s, int phase, int number, int threads) {
+    for (int v = 0; v < threads; v++) {
+        range *r = &s->ranges[phase][(number + v) % threads];
+        for (;;) {
+            int64_t grain = s->job.grain[phase];
+            int64_t from = atomic_fetch_add_explicit(&r->next, grain, memory_order_relaxed);
+            if (from >= r->end) break;
+            int64_t to = from + grain < r->end ? from + grain : r->end;
+            fl_job_run(&s->job, phase, from, to);
+            atomic_fetch_add_explicit(&s->finished[phase], to - from, memory_order_acq_rel);
+        }
+    }
+}
+
+static void finish(fl_pool *pool, slot *s, int64_t ticket) {
+    int64_t none = 0;
+    if (!atomic_compare_exchange_strong(&s->ended_ns, &none, now_ns())) return;
+    atomic_store(&s->done, ticket + 1);
+    if (atomic_load(&pool->waiters) > 0) {
+        pthread_mutex_lock(&pool->mutex);
+        pthread_cond_broadcast(&pool->idle);
+        pthread_mutex_unlock(&pool->mutex);
+    }
+}
+
+static void run_job(fl_pool *pool, slot *s, int64_t ticket, int number) {
+    int64_t none = 0;
+    if (atomic_load(&s->begun_ns) == 0) atomic_compare_exchange_strong(&s->begun_ns, &none, now_ns());
+    run_phase(s, 0, number, pool->threads);
+    while (!spin(&s->finished[0], s->job.units[0], 20000)) sched_yield();
+    run_phase(s, 1, number, pool->threads);
+    if (atomic_load_explicit(&s->finished[1], memory_order_acquire) == s->job.units[1]) finish(pool, s, ticket);
+    atomic_fetch_add_explicit(&s->left, 1, memory_order_release);
+}
+
+static void *worker(void *argument) {
+    start begin = *(start *)argument;
+    fl_pool *pool = begin.pool;
+    free(argument);
+    for (int64_t ticket = 0;; ticket++) {
+        if (!spin(&pool->submitted, ticket + 1, pool->spin_ns)) {
+            pthread_mutex_lock(&pool->mutex);
+            atomic_fetch_add(&pool->sleepers, 1);
+            while (atomic_load(&pool->submitted) <= ticket && !atomic_load(&pool->stop))
+                pthread_cond_wait(&pool->work, &pool->mutex);
+            atomic_fetch_sub(&pool->sleepers, 1);
+            pthread_mutex_unlock(&pool->mutex);
+        }
+        if (atomic_load(&pool->submitted) <= ticket) return NULL;
+        run_job(pool, &pool->ring[ticket % RING], ticket, begin.number);
+    }
+}
+
+static void release(fl_pool *pool) {
+    for (int i = 0; pool->ring && i < RING; i++) {
+        fl_job_free(&pool->ring[i].job);
+        free(pool->ring[i].ranges[0]);
+        free(pool->ring[i].ranges[1]);
+    }
+    pthread_mutex_destroy(&pool->mutex);
+    pthread_cond_destroy(&pool->work);
+    pthread_cond_destroy(&pool->idle);
+    free(pool->ring);
+    free(pool->workers);
+    free(pool);
+}
+
+/* Zeroed memory on a cache line of its own; `calloc` does not align so far. */
+static void *lines(size_t bytes) {
+    void *found = NULL;
+    if (posix_memalign(&found, LINE, bytes)) return NULL;
+    return memset(found, 0, bytes);
+}
+
+static void stop_workers(fl_pool *pool, int started) {
+    pthread_mutex_lock(&pool->mutex);
+    atomic_store(&pool->stop, 1);
+    pthread_cond_broadcast(&pool->work);
+    pthread_mutex_unlock(&pool->mutex);
+    for (int i = 0; i < started; i++) pthread_join(pool->workers[i], NULL);
+}
+
+fl_pool *fl_pool_new(int threads, int isa, int spin_us) {
+    if (threads < 1 || !fl_isa_supported(isa)) return NULL;
+    fl_pool *pool = lines(sizeof *pool);
+    if (!pool) return NULL;
+    pool->threads = threads;
+    pool->isa = isa;
+    pool->spin_ns = (int64_t)spin_us * 1000;
+    pthread_mutex_init(&pool->mutex, NULL);
+    pthread_cond_init(&pool->work, NULL);
+    pthread_cond_init(&pool->idle, NULL);
+    pool->workers = calloc((size_t)threads, sizeof *pool->workers);
+    pool->ring = lines(RING * sizeof *pool->ring);
+    int ready = pool->workers && pool->ring, started = 0;
+    for (int i = 0; ready && i < RING; i++)
+        for (int phase = 0; phase < 2; phase++)
+            ready = ready && (pool->ring[i].ranges[phase] = lines((size_t)threads * sizeof(range)));
+    for (; ready && started < threads; started++) {
+        start *begin = malloc(sizeof *begin);
+        if (!begin) break;
+        *begin = (start){pool, started};
+        if (pthread_create(&pool->workers[started], NULL, worker, begin)) {
+            free(begin);
+            break;
+        }
+    }
+    if (started == threads) return pool;
+    stop_workers(pool, started);
+    release(pool);
+    return NULL;
+}
+
+void fl_pool_free(fl_pool *pool) {
+    if (!pool) return;
+    stop_workers(pool, pool->threads);
+    release(pool);
+}
+
+int fl_pool_place(fl_pool *pool, const int32_t *cpus, int n) {
+#if defined(__linux__)
+    if (n < 1) return EINVAL;
+    for (int i = 0; i < pool->threads; i++) {
+        cpu_set_t set;
+        CPU_ZERO(&set);
+        for (int c = 0; c < n; c++)
+            if (n < pool->threads || c == i) CPU_SET(cpus[c], &set);
+        int error = pthread_setaffinity_np(pool->workers[i], sizeof set, &set);
+        if (error) return error;
+    }
+    return 0;
+#else
+    (void)pool, (void)cpus, (void)n;
+    return ENOTSUP;
+#endif
+}
+
+int64_t fl_submit(fl_pool *pool, const fl_layout *layout, const fl_work *work) {
+    int64_t ticket = atomic_load(&pool->submitted);
+    slot *s = &pool->ring[ticket % RING];
+    if (ticket >= RING)
+        while (atomic_load_explicit(&s->left, memory_order_acquire) < pool->threads) sched_yield();
+    int error = fl_job_fill(&s->job, pool->isa, pool->threads, layout, work);
+    if (error) return error;
+    for (int phase = 0; phase < 2; phase++) {
+        for (int v = 0; v < pool->threads; v++) {
+            range *r = &s->ranges[phase][v];
+            atomic_store_explicit(&r->next, s->job.units[phase] * v / pool->threads, memory_order_relaxed);
+            r->end = s->job.units[phase] * (v + 1) / pool->threads;
+        }
+        atomic_store(&s->finished[phase], 0);
+    }
+    atomic_store(&s->begun_ns, 0);
+    atomic_store(&s->ended_ns, 0);
+    atomic_store(&s->left, 0);
+    atomic_store(&pool->submitted, ticket + 1);
+    if (atomic_load(&pool->sleepers) > 0) {
+        pthread_mutex_lock(&pool->mutex);
+        pthread_cond_broadcast(&pool->work);
+        pthread_mutex_unlock(&pool->mutex);
+    }
+    return ticket;
+}
+
+int fl_done(fl_pool *pool, int64_t ticket) {
+    return atomic_load_explicit(&pool->ring[ticket % RING].done, memory_order_acquire) > ticket;
+}
+
+void fl_wait(fl_pool *pool, int64_t ticket, int64_t span[2]) {
+    slot *s = &pool->ring[ticket % RING];
+    if (!spin(&s->done, ticket + 1, pool->spin_ns)) {
+        pthread_mutex_lock(&pool->mutex);
+        atomic_fetch_add(&pool->waiters, 1);
+        while (!fl_done(pool, ticket)) pthread_cond_wait(&pool->idle, &pool->mutex);
+        atomic_fetch_sub(&pool->waiters, 1);
+        pthread_mutex_unlock(&pool->mutex);
+    }
+    span[0] = atomic_load(&s->begun_ns);
+    span[1] = atomic_load(&s->ended_ns);
+}
+
+int64_t fl_layout_size(void) { return (int64_t)sizeof(fl_layout); }
+
+int64_t fl_work_size(void) { return (int64_t)sizeof(fl_work); }

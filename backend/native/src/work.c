@@ -1,0 +1,258 @@
+#define _GNU_SOURCE
+#include "work.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define GRAIN_BYTES (48 << 10) /* of weights a worker takes at a time: long enough to stream, short enough to share */
+
+static size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
+
+static float from_bf16(uint16_t word) {
+    uint32_t pattern = (uint32_t)word << 16;
+    float value;
+    memcpy(&value, &pattern, sizeof value);
+    return value;
+}
+
+static uint16_t to_bf16(float value) {
+    uint32_t pattern;
+    memcpy(&pattern, &value, sizeof pattern);
+    if (value != value) return (uint16_t)(pattern >> 16 | 64);
+    return (uint16_t)((pattern + 0x7FFF + (pattern >> 16 & 1)) >> 16);
+}
+
+static size_t input_bytes(int kind, size_t k) {
+    size_t n = round_up(k, FL_PAD);
+    switch (kind) {
+        case FL_X_BF16: return 2 * n;
+        case FL_X_I16: return 2 * n + 4 * (n / FL_BLOCK);
+        default: return 4 * n;
+    }
+}
+
+/* Elements from .. from + n of an input row of k, held as `kind`; `from` is a multiple of FL_BLOCK for X_I16. */
+static void put_inputs(int kind, uint8_t *row, size_t k, size_t from, size_t n, const float *values) {
+    if (kind == FL_X_F32) {
+        memcpy((float *)row + from, values, n * sizeof(float));
+    } else if (kind == FL_X_MX) {
+        for (size_t i = from; i < from + n; i++)
+            ((float *)row)[(i & ~(size_t)31) | (i & 1) << 4 | (i & 31) >> 1] = values[i - from];
+    } else if (kind == FL_X_BF16) {
+        for (size_t i = 0; i < n; i++) ((uint16_t *)row)[from + i] = to_bf16(values[i]);
+    } else {
+        float *scales = (float *)(row + 2 * round_up(k, FL_PAD));
+        for (size_t at = 0; at < n; at += FL_BLOCK) {
+            size_t end = at + FL_BLOCK < n ? at + FL_BLOCK : n;
+            float most = 0;
+            for (size_t i = at; i < end; i++) most = fmaxf(most, fabsf(values[i]));
+            float inverse = most > 0 ? 32767.0f / most : 0.0f;
+            scales[(from + at) / FL_BLOCK] = most / 32767.0f;
+            for (size_t i = at; i < end; i++) ((int16_t *)row)[from + i] = (int16_t)lrintf(values[i] * inverse);
+        }
+    }
+}
+
+static int valid(const fl_layout *l, const fl_work *w) {
+    if (l->format < 0 || l->format >= FL_FORMATS || l->activation < FL_SILU || l->activation > FL_SWIGLU_OAI) return 0;
+    if (l->hidden < 1 || l->width < 1 || w->experts < 1 || w->tokens < 1 || w->first[0] != 0) return 0;
+    if ((l->format >= FL_INT8) != (l->gate_up_scale >= 0 && l->down_scale >= 0)) return 0;
+    for (int e = 0; e < w->experts; e++)
+        if (w->first[e + 1] <= w->first[e] || !w->blocks[e]) return 0;
+    for (int p = 0; p < w->first[w->experts]; p++)
+        if (w->x_rows[p] < 0 || w->x_rows[p] >= w->tokens || w->out_rows[p] < 0) return 0;
+    return 1;
+}
+
+/* A zeroed or kept buffer of at least `bytes`. */
+static int ensure(uint8_t **buffer, size_t *room, size_t bytes) {
+    if (bytes <= *room) return 0;
+    void *grown = NULL;
+    if (posix_memalign(&grown, 64, bytes)) return -2;
+    memset(grown, 0, bytes);
+    free(*buffer);
+    *buffer = grown;
+    *room = bytes;
+    return 0;
+}
+
+static void *carve(uint8_t **at, const void *source, size_t bytes) {
+    void *target = *at;
+    memcpy(target, source, bytes);
+    *at += round_up(bytes, 8);
+    return target;
+}
+
+static int copy_plan(fl_job *job, const fl_work *work) {
+    size_t experts = (size_t)work->experts, pairs = (size_t)work->first[experts];
+    size_t bytes = 8 * experts + 4 * (experts + 1) + 8 * pairs + 64;
+    if (ensure((uint8_t **)&job->plan, &job->plan_room, bytes)) return -2;
+    uint8_t *at = job->plan;
+    job->blocks = carve(&at, work->blocks, 8 * experts);
+    job->first = carve(&at, work->first, 4 * (experts + 1));
+    job->x_rows = carve(&at, work->x_rows, 4 * pairs);
+    job->out_rows = carve(&at, work->out_rows, 4 * pairs);
+    job->experts = work->experts;
+    job->pairs = (int)pairs;
+    return 0;
+}
+
+static int copy_inputs(fl_job *job, const fl_work *work) {
+    size_t hidden = (size_t)job->layout.hidden;
+    float *values = malloc(hidden * sizeof(float));
+    if (!values) return -2;
+    memset(job->x, 0, job->x_stride * (size_t)work->tokens);
+    for (int t = 0; t < work->tokens; t++) {
+        if (work->x_bf16)
+            for (size_t i = 0; i < hidden; i++) values[i] = from_bf16(((const uint16_t *)work->x)[t * hidden + i]);
+        else
+            memcpy(values, (const float *)work->x + t * hidden, hidden * sizeof(float));
+        put_inputs(job->choice.x_kind, job->x + t * job->x_stride, hidden, 0, hidden, values);
+    }
+    free(values);
+    return 0;
+}
+
+static size_t row_bytes(int format, size_t k) {
+    switch (format) {
+        case FL_FP32: return 4 * k;
+        case FL_BF16: return 2 * k;
+        case FL_MXFP4: return (k + 31) / 32 * 16;
+        default: return k;
+    }
+}
+
+static void cut(fl_job *job, int phase, int rows, int rows_per_unit, size_t unit_bytes, int threads) {
+    job->rows_per_unit[phase] = rows_per_unit;
+    job->units_per_expert[phase] = (rows + rows_per_unit - 1) / rows_per_unit;
+    job->units[phase] = job->units_per_expert[phase] * job->experts;
+    int64_t grain = (int64_t)(GRAIN_BYTES / unit_bytes), share = job->units[phase] / (4 * threads);
+    if (grain > share) grain = share;
+    job->grain[phase] = grain > 1 ? grain : 1;
+}
+
+int fl_job_fill(fl_job *job, int isa, int threads, const fl_layout *layout, const fl_work *work) {
+    if (!valid(layout, work)) return -1;
+    size_t hidden = (size_t)layout->hidden, width = (size_t)layout->width;
+    fl_choice choice = fl_choose(isa, layout->format, layout->bf16_inputs);
+    size_t x_stride = round_up(input_bytes(choice.x_kind, hidden), 64);
+    size_t middle_stride = round_up(input_bytes(choice.x_kind, width), 64);
+    if (copy_plan(job, work)) return -2;
+    if (ensure(&job->x, &job->x_room, x_stride * (size_t)work->tokens)) return -2;
+    if (ensure(&job->middle, &job->middle_room, middle_stride * (size_t)job->pairs)) return -2;
+    job->layout = *layout;
+    job->choice = choice;
+    job->x_stride = x_stride;
+    job->middle_stride = middle_stride;
+    job->out = work->out;
+    job->out_bf16 = work->out_bf16;
+    if (copy_inputs(job, work)) return -2;
+    memset(job->middle, 0, middle_stride * (size_t)job->pairs);
+    int pairs_per_unit = choice.x_kind == FL_X_I16 ? FL_BLOCK : FL_ROWS / 2;
+    cut(job, 0, layout->width, pairs_per_unit, 2 * (size_t)pairs_per_unit * row_bytes(layout->format, hidden), threads);
+    cut(job, 1, layout->hidden, FL_ROWS, FL_ROWS * row_bytes(layout->format, width), threads);
+    return 0;
+}
+
+void fl_job_free(fl_job *job) {
+    free(job->plan);
+    free(job->x);
+    free(job->middle);
+}
+
+/* One matrix of an expert's block. */
+typedef struct {
+    const uint8_t *weights, *scales, *biases;
+    size_t k, stride, scale_stride;
+} matrix;
+
+static matrix part(const fl_job *job, int expert, int down) {
+    const fl_layout *l = &job->layout;
+    const uint8_t *block = job->blocks[expert];
+    int64_t scale = down ? l->down_scale : l->gate_up_scale, bias = down ? l->down_bias : l->gate_up_bias;
+    size_t k = (size_t)(down ? l->width : l->hidden);
+    return (matrix){block + (down ? l->down : l->gate_up), scale < 0 ? block : block + scale,
+                    bias < 0 ? NULL : block + bias, k, row_bytes(l->format, k),
+                    l->format == FL_MXFP4 ? (k + 31) / 32 : 0};
+}
+
+/* Dot products of some rows with some tokens, row scales and biases applied. */
+static void dots(const fl_job *job, const matrix *m, const int *row, int rows, const void *const *x, int tokens,
+                 float out[FL_ROWS][FL_TOKENS]) {
+    const uint8_t *weights[FL_ROWS] = {0}, *scales[FL_ROWS] = {0};
+    for (int r = 0; r < rows; r++) {
+        weights[r] = m->weights + (size_t)row[r] * m->stride;
+        scales[r] = m->scales + (size_t)row[r] * m->scale_stride;
+    }
+    job->choice.run(weights, scales, rows, x, tokens, m->k, out);
+    int format = job->layout.format, scaled = format == FL_INT8 || format == FL_FP8;
+    for (int r = 0; r < rows; r++) {
+        float scale = scaled ? ((const float *)m->scales)[row[r]] * (format == FL_FP8 ? 256.0f : 1.0f) : 1.0f;
+        float bias = !m->biases            ? 0.0f
+                     : format == FL_BF16 ? from_bf16(((const uint16_t *)m->biases)[row[r]])
+                                         : ((const float *)m->biases)[row[r]];
+        for (int t = 0; t < tokens; t++) out[r][t] = out[r][t] * scale + bias;
+    }
+}
+
+static float activate(const fl_layout *l, float gate, float up) {
+    if (l->activation == FL_SILU) return gate / (1.0f + expf(-gate)) * up;
+    gate = gate > l->limit ? l->limit : gate;
+    up = up > l->limit ? l->limit : up < -l->limit ? -l->limit : up;
+    return (up + 1.0f) * gate / (1.0f + expf(-l->alpha * gate));
+}
+
+/* Gate and up rows from .. to of one expert for up to FL_TOKENS of its pairs, activated into the middle rows. */
+static void gate_up(const fl_job *job, int expert, int pair, int tokens, int from, int to) {
+    const fl_layout *l = &job->layout;
+    matrix m = part(job, expert, 0);
+    const void *x[FL_TOKENS] = {0};
+    float found[FL_ROWS][FL_TOKENS], middle[FL_TOKENS][FL_BLOCK];
+    for (int t = 0; t < tokens; t++) x[t] = job->x + (size_t)job->x_rows[pair + t] * job->x_stride;
+    for (int i = from; i < to; i += 2) {
+        int n = to - i < 2 ? to - i : 2, row[FL_ROWS];
+        for (int j = 0; j < n; j++) {
+            row[j] = l->interleaved ? 2 * (i + j) : i + j;
+            row[n + j] = l->interleaved ? 2 * (i + j) + 1 : l->width + i + j;
+        }
+        dots(job, &m, row, 2 * n, x, tokens, found);
+        for (int j = 0; j < n; j++)
+            for (int t = 0; t < tokens; t++) middle[t][i - from + j] = activate(l, found[j][t], found[n + j][t]);
+    }
+    for (int t = 0; t < tokens; t++)
+        put_inputs(job->choice.x_kind, job->middle + (size_t)(pair + t) * job->middle_stride, (size_t)l->width,
+                   (size_t)from, (size_t)(to - from), middle[t]);
+}
+
+static void down(const fl_job *job, int expert, int pair, int tokens, int from, int to) {
+    size_t hidden = (size_t)job->layout.hidden;
+    matrix m = part(job, expert, 1);
+    const void *x[FL_TOKENS] = {0};
+    float found[FL_ROWS][FL_TOKENS];
+    int row[FL_ROWS] = {0};
+    for (int t = 0; t < tokens; t++) x[t] = job->middle + (size_t)(pair + t) * job->middle_stride;
+    for (int r = from; r < to; r++) row[r - from] = r;
+    dots(job, &m, row, to - from, x, tokens, found);
+    for (int t = 0; t < tokens; t++) {
+        size_t at = (size_t)job->out_rows[pair + t] * hidden;
+        for (int r = from; r < to; r++)
+            if (job->out_bf16)
+                ((uint16_t *)job->out)[at + (size_t)r] = to_bf16(found[r - from][t]);
+            else
+                ((float *)job->out)[at + (size_t)r] = found[r - from][t];
+    }
+}
+
+void fl_job_run(const fl_job *job, int phase, int64_t from, int64_t to) {
+    int rows = phase ? job->layout.hidden : job->layout.width, step = job->rows_per_unit[phase];
+    for (int64_t unit = from; unit < to; unit++) {
+        int expert = (int)(unit / job->units_per_expert[phase]);
+        int row = (int)(unit % job->units_per_expert[phase]) * step;
+        int end = row + step < rows ? row + step : rows;
+        for (int pair = job->first[expert]; pair < job->first[expert + 1]; pair += FL_TOKENS) {
+            int tokens = job->first[expert + 1] - pair;
+            (phase ? down : gate_up)(job, expert, pair, tokens < FL_TOKENS ? tokens : FL_TOKENS, row, end);
+        }
+    }
+}
