@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from foreload.errors import BudgetError
 from foreload.settings import Settings, staging_slots
-from foreload.shape import ModelShape
+from foreload.shape import BYTES_PER_WEIGHT, ModelShape
 from foreload.units import format_bytes
 
 
 def fixed_bytes(shape: ModelShape, dtype: str, context_tokens: int) -> int:
-    """Device bytes that no setting changes: dense weights, and keys and values of `context_tokens` positions."""
-    return shape.dense_bytes(dtype) + shape.kv_bytes(dtype, context_tokens)
+    """Device bytes that no setting changes: dense weights, keys and values of `context_tokens` positions, tables."""
+    return (
+        shape.dense_bytes(dtype) + shape.kv_bytes(dtype, context_tokens) + working_bytes(shape, dtype, context_tokens)
+    )
+
+
+def working_bytes(shape: ModelShape, dtype: str, context_tokens: int) -> int:
+    """Bytes of the rotary embedding's cosines and sines for `context_tokens` positions, and of norms per head."""
+    rotated = shape.latent.rope_dim if shape.latent is not None else shape.head_dim
+    copies = shape.heads + shape.kv_heads - 2 if shape.qk_norm == "head" else 0
+    return (2 * context_tokens * rotated + shape.layers * copies * shape.head_dim) * BYTES_PER_WEIGHT[dtype]
 
 
 def slot_budget(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from foreload.backend.models.tensors import global_tensors, layer_tensors
 from foreload.backend.tokenizer import TextTokenizer
 from foreload.errors import FileError, UsageError
 from foreload.files import read_bytes, read_mapping
+from foreload.formats import PackedFormat
 from foreload.shape import ModelShape
 
 FAMILIES: dict[str, Family] = {
@@ -74,6 +76,10 @@ class Checkpoint:
     shape: ModelShape
     source: WeightSource
     folder: Path | None = None
+    stored: PackedFormat = "bf16"
+    """Format of the experts on disk, by what the configuration says of them; bf16 stands for any plain float."""
+    tile: tuple[int, int] | None = None
+    """Rows and columns that share a scale where weights are fp8 on disk."""
 
     @classmethod
     def open(cls, model: str) -> Checkpoint:
@@ -86,14 +92,14 @@ class Checkpoint:
         family, shape = read_shape(config, str(path))
         tile = _tile(ConfigFields(config, str(path)))
         name = model if model in BUNDLED else folder.resolve().name
-        return cls(name, family, shape, WeightFolder(folder, tile), folder)
+        return cls(name, family, shape, WeightFolder(folder, tile), folder, _stored(config), tile)
 
     @classmethod
     def random(cls, name: str, **changed: object) -> Checkpoint:
         """Random weights in a published shape; `changed` configuration fields (smaller sizes for a test)."""
         config = {**published_config(name), **changed}
         family, shape = read_shape(config, SCHEME + name)
-        return cls(SCHEME + name, family, shape, RandomWeights(shape.hash))
+        return cls(SCHEME + name, family, shape, RandomWeights(shape.hash), None, _stored(config))
 
     def tokenizer(self) -> TextTokenizer:
         """The folder's tokenizer; for random weights, the bytes of the text."""
@@ -160,9 +166,31 @@ class Checkpoint:
             at, expert, part, turned = one.tag
             yield at, expert, part, tensor.T if turned else tensor
 
+    def check_names(self) -> None:
+        """FileError naming the first tensor that is needed and that neither index nor headers know."""
+        for layer in [None, *range(self.shape.layers)]:
+            sizes = global_tensors(self.shape) if layer is None else layer_tensors(self.shape, layer)
+            for name in sizes:
+                self._check(self._wanted(layer, name, ()).name)
+        for layer in self.shape.moe_layers:
+            for expert in range(1 if self.layout.stacked else self.shape.experts):
+                for part, pattern in self.layout.parts.items():
+                    name = pattern.format(layer=layer, expert=expert)
+                    packed = self.layout.stored == "mxfp4" and "bias" not in part
+                    for spelt in (f"{name}_blocks", f"{name}_scales") if packed else (name,):
+                        self._check(spelt)
+
+    def _check(self, name: str) -> None:
+        if not self.source.has(name):
+            raise FileError(f"{self.source.where}: tensor {name!r} is missing from the weights")
+
     def expert_parts(self) -> int:
         """Number of tensors that `read_experts` yields."""
         return self.shape.all_experts * len(self.layout.parts)
+
+
+def _stored(config: Mapping[str, Any]) -> PackedFormat:
+    return (config.get("quantization_config") or {}).get("quant_method", "bf16")  # type: ignore[no-any-return]
 
 
 def _tile(config: ConfigFields) -> tuple[int, int] | None:

@@ -16,6 +16,7 @@ from foreload.cli import (
     demo,
     export,
     live,
+    plan,
     profile,
     record,
     report,
@@ -32,6 +33,7 @@ from foreload.errors import BudgetError, ForeloadError
 
 COMMANDS: Mapping[str, Callable[..., None]] = {
     "demo": demo.demo,
+    "plan": plan.plan,
     "profile": profile.profile,
     "run": run_model.run,
     "serve": serve.serve,

@@ -71,7 +71,7 @@ def whole() -> dict[str, Tensor]:
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("name", SHAPES)
 def test_chunks_and_roll_backs(whole: dict[str, Tensor], name: str, seed: int) -> None:
-    """Each step takes some of the text, then garbage that the next step writes over; seed 0: as much as there may be."""
+    """Each step takes some of the text, then garbage that the next writes over; seed 0: as much as there may be."""
     h, one, random, out, at = text(), block(SHAPES[name]), Random(seed), [], 0
     while at < TOKENS:
         most = min(RING_SLACK, TOKENS - at) - 1
@@ -98,9 +98,7 @@ def test_a_ring_keeps_the_window_and_its_slack() -> None:
 @pytest.mark.parametrize("window", [0, 1, 4])
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("rows", [1, 3, 1 << 20])
-def test_masked_attention_by_brute_force(
-    window: int, sinks: bool, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_masked_attention_by_brute_force(window: int, sinks: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     heads, kv_heads, n, first, position, keys = 4, 2, 6, 3, 7, 10
     monkeypatch.setattr(attention, "SCORE_NUMBERS", rows * heads * keys)
     generator = torch.Generator().manual_seed(window)
@@ -124,4 +122,3 @@ def test_sinks_of_any_size_leave_finite_weights(sink: float) -> None:
     weights = attention.softmax_with_sinks(scores, torch.tensor([sink]))
     assert torch.isfinite(weights).all()
     assert float(weights.sum()) <= 1.0
-

@@ -10,6 +10,7 @@ import torch
 from foreload.backend.engine import Engine, EngineOptions
 from foreload.backend.models.checkpoint import Checkpoint
 from foreload.backend.models.published import published_names
+from foreload.budget import fixed_bytes
 from foreload.errors import UsageError
 from foreload.settings import Settings
 
@@ -47,6 +48,7 @@ def test_an_engine_runs_on_it(name: str) -> None:
         assert engine.generate(prompt, 6).token_ids == one
         assert len(one) == 6
         counted = engine.brain.counters.sum()
+        assert engine.forward.decoder.dense_bytes == fixed_bytes(checkpoint.shape, "float32", 64)
     assert counted > 0
     with Engine(checkpoint, EngineOptions(context_tokens=64), Settings(cache_ratio=1.0)) as engine:
         assert engine.generate(prompt, 6).token_ids == one

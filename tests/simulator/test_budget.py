@@ -3,7 +3,7 @@
 import pytest
 from sim_inputs import make_shape
 
-from foreload.budget import fixed_bytes, slot_budget
+from foreload.budget import fixed_bytes, slot_budget, working_bytes
 from foreload.errors import BudgetError
 from foreload.settings import Settings
 
@@ -14,7 +14,8 @@ SIZE = SHAPE.expert_bytes("float32")
 @pytest.mark.unit
 def test_what_is_left_is_slots():
     fixed = fixed_bytes(SHAPE, "float32", 100)
-    assert fixed == SHAPE.dense_weights * 4 + SHAPE.kv_bytes_per_token("float32") * 100
+    assert fixed == SHAPE.dense_weights * 4 + SHAPE.kv_bytes("float32", 100) + working_bytes(SHAPE, "float32", 100)
+    assert fixed_bytes(SHAPE, "float32", 101) - fixed == SHAPE.kv_bytes_per_token("float32") + 2 * SHAPE.head_dim * 4
     assert slot_budget(SHAPE, "float32", fixed + 5 * SIZE, 100) == 5
     assert slot_budget(SHAPE, "float32", fixed + 6 * SIZE - 1, 100) == 5
     assert slot_budget(SHAPE, "float32", fixed + 6 * SIZE, 100, Settings(headroom_bytes=1)) == 5
