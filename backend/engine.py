@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from types import TracebackType
 from typing import Literal, Self
@@ -28,6 +29,10 @@ from foreload.backend.models.decoder import Decoder
 from foreload.backend.observe import Observer
 from foreload.backend.placement import other_cores, place_threads
 from foreload.backend.policy import Brain, SplitCosts, compile_policies
+from foreload.backend.predict import Predictor
+from foreload.backend.predict.lens import Lens
+from foreload.backend.predict.lookahead import Shadow
+from foreload.backend.predict.workshop import Workshop
 from foreload.backend.sampling import Sampler, Sampling
 from foreload.backend.speculate.accept import judge
 from foreload.backend.speculate.drafts import Drafts
@@ -51,6 +56,8 @@ class EngineOptions:
     context_tokens: int = 2048
     vram_bytes: int | None = None
     link_bytes_per_s: int | None = None  # device=cpu: emulated link rate; None: as fast as memory
+    calibration: Path | None = None  # folder of `foreload calibrate`; None: the model folder's own, if it has one
+    shadow: bool = False  # run the gates of speculated layers too, to count their true recall
     debug_seed: int | None = None  # poison freed slots with NaN and delay copies at random
 
     def __post_init__(self) -> None:
@@ -98,6 +105,9 @@ class Engine:
         self._vram_bytes = self._available_bytes()
         self.slot_limit = self._slot_limit(settings)
         self.capacity = check_slots(settings, self.shape, self.slot_limit, self.expert_bytes)
+        settings.speculated(self.shape)
+        workshop = Workshop(checkpoint, options.calibration)
+        workshop.check(settings)
         self.tokenizer = checkpoint.tokenizer()
         if options.device == "cpu":
             torch.set_num_threads(1)
@@ -105,6 +115,7 @@ class Engine:
         self._costs = costs
         self.brain = Brain(self.shape, settings, self.capacity, self._split_costs(settings))
         decoder = Decoder(checkpoint, self.device, dtype, options.context_tokens)
+        self._predictors = workshop.open(decoder)
         self.pool = SlotPool(self.shape, self.device, dtype)
         self.pool.grow(self.brain.slots)
         self.slab = HostSlab(checkpoint, dtype, options.device == "cuda", progress)  # last: it takes the longest
@@ -113,11 +124,13 @@ class Engine:
         self.copies = CopyThread(self.brain, self.slab, self.pool, link)
         poison = options.debug_seed is not None
         self.forward = Forward(decoder, self.slab, self.pool, link, self.copies, self.cpu, poison)
+        if options.shadow:
+            self.forward.shadow = Shadow(self.shape.n_moe_layers)
         self.settings = settings
         self._drafts = Drafts(options.context_tokens)
         self._request = threading.Lock()
         self._turns = Turns()
-        self._follow(settings)
+        self._follow(settings, self._predictors.use(settings))
 
     @classmethod
     def load(cls, model: str, options: EngineOptions | None = None, settings: Settings | None = None) -> Engine:
@@ -150,10 +163,24 @@ class Engine:
     def _workers(settings: Settings) -> int:
         return 0 if settings.miss_action == "fetch" else settings.cpu_threads
 
-    def _follow(self, settings: Settings) -> None:
-        self.forward.depth = settings.prefetch_depth
-        self.forward.width = settings.width(self.shape)
+    def _follow(self, settings: Settings, used: Predictor | None) -> None:
+        width, layers = settings.width(self.shape), settings.speculated(self.shape)
+        self.forward.look_ahead.follow(used, settings.prefetch_depth, width, layers)
         self._drafts.follow(settings)
+
+    def predictor(self, name: str, rolled: bool = False) -> Predictor:
+        """A predictor of this model; SettingsError if it needs a calibration and there is none."""
+        return self._predictors.make(name, rolled)
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether there is a calibration of this model."""
+        return self._predictors.available
+
+    @property
+    def true_recall(self) -> dict[int, float]:
+        """With `shadow`: per speculated MoE layer, the share of its gate's experts that was executed."""
+        return self.forward.shadow.recall() if self.forward.shadow is not None else {}
 
     def apply(self, settings: Settings) -> Applied:
         """Take new settings between two tokens, also of a running request.
@@ -164,11 +191,14 @@ class Engine:
         Drafts.check(settings, self.options.context_tokens)
         watch = Watch(self)
         with self._turns.guest():
+            settings.speculated(self.shape)
+            self._predictors.check(settings)
             watch.begin()
             costs = self._split_costs(settings)
             slot_limit = self._slot_limit(settings)
             capacity = check_slots(settings, self.shape, slot_limit, self.expert_bytes)
             Brain.check(settings, costs)
+            predictor = self._predictors.use(settings)
             with self.copies.lock:
                 self.brain.quiesce()
                 self.copies.settle()
@@ -181,7 +211,7 @@ class Engine:
                 self.pool.shrink(self.brain.slots)
             self.cpu.resize(self._workers(settings))
             self.settings, self.capacity, self.slot_limit = settings, capacity, slot_limit
-            self._follow(settings)
+            self._follow(settings, predictor)
             return watch.end(len(moves))
 
     def reset_cache(self) -> None:
@@ -255,6 +285,20 @@ class Engine:
         self.forward.report(fed, position, len(tokens), verify)
         follower.logits(logits[: len(tokens)])
         return len(proposal.tokens), tokens
+
+    def score(self, token_ids: list[int], lens: Lens, logits: bool = True) -> torch.Tensor:
+        """Feed tokens as one prompt chunk at position 0 under a lens; logits [n, vocab] after each, if wanted.
+
+        UsageError if there are more tokens than the context holds.
+        """
+        if len(token_ids) > self.options.context_tokens:
+            limit = self.options.context_tokens
+            raise UsageError(f"{len(token_ids)} tokens at once exceed the context of {limit} tokens")
+        with self._request, torch.inference_mode(), self.forward.watched(None), self._turns.turn():
+            with self.copies.lock:
+                self.brain.start_request()
+                self.copies.settle()
+            return self.forward.score(token_ids, lens, logits)
 
     def place_helpers(self) -> None:
         """Keep the copy thread and the CPU experts off the calling thread's core."""

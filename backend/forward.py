@@ -20,15 +20,16 @@ from foreload.backend.models.decoder import Decoder
 from foreload.backend.observe import Marks, NoMarks, Observer, RouteLog
 from foreload.backend.policy.state import DECODE, KEPT, N_FREE, PREFILL
 from foreload.backend.policy.step import ACT_CPU, ACT_FETCH, ACT_HIT, ACT_LATE
-from foreload.backend.policy.window import Demand, demand_of, merge_predictions
-from foreload.backend.predict.gate import predict_gate
+from foreload.backend.policy.window import Demand, demand_of
+from foreload.backend.predict.lens import Lens, Seen
+from foreload.backend.predict.lookahead import Guess, LookAhead, Shadow
 from foreload.traces import schema
 
 LOGIT_ROWS = 32  # so that scoring a prompt of a large vocabulary takes little device memory
 
 
 class Forward:
-    """Runs a decoder over tokens of one sequence. Used by one thread; `depth` and `width` follow the settings."""
+    """Runs a decoder over tokens of one sequence. Used by one thread; `look_ahead` follows the settings."""
 
     def __init__(
         self,
@@ -42,8 +43,8 @@ class Forward:
     ) -> None:
         self.decoder = decoder
         self.marks: Marks = NoMarks()
-        self.depth = 0
-        self.width = decoder.shape.top_k
+        self.look_ahead = LookAhead(decoder.shape.top_k)
+        self.shadow: Shadow | None = None
         self.observer: Observer | None = None
         self._shape = decoder.shape
         self._slab, self._pool, self._link, self._copies, self._cpu = slab, pool, link, copies, cpu
@@ -78,14 +79,16 @@ class Forward:
         marks.start()
         x = decoder.embed(torch.tensor(token_ids, device=decoder.device))
         marks.mark("embed")
+        guess: Guess | None = None
         for at in range(shape.n_moe_layers):
             r = decoder.attend(at, x, position)
             marks.mark("attention", at)
             h = decoder.moe_input(at, r)
-            ids, weights = decoder.route(at, h)
-            routed = ids.cpu().numpy()
+            ids, weights, routed = self._route(at, h, guess)
             marks.mark("route", at)
-            predicted = self._predict(at, r, log)
+            predicted, guess = self.look_ahead.at(at, r, ids, weights, log)
+            if predicted or log is not None:
+                marks.mark("predict", at)
             x = r + self.experts(at, routed, h, weights, predicted)
             if not self._asynchronous:
                 self.finish()
@@ -107,19 +110,14 @@ class Forward:
             self._log.close(schema.DRAFT_VERIFY if verify else schema.DECODE, position, token_ids, kept)
             self._log = None
 
-    def _predict(self, at: int, r: Tensor, log: RouteLog | None) -> list[NDArray[np.int32]]:
-        """Predictions for the next layers, best first, for the brain; the log's may reach further."""
-        depth, width = self.depth, self.width
-        if self.observer is not None:
-            depth, width = max(depth, self.observer.depth), max(width, self.observer.width)
-        if depth == 0 or at + 1 == self._shape.n_moe_layers:
-            return []
-        ids = predict_gate(self.decoder, at, r, depth, width).cpu().numpy()
-        self.marks.mark("predict", at)
-        if log is not None and self.observer is not None:
-            for ahead in range(min(len(ids), self.observer.depth)):
-                log.predicted[ahead + 1][:, at + 1 + ahead] = ids[ahead, :, : self.observer.width]
-        return [merge_predictions(of_layer[:, : self.width]) for of_layer in ids[: self.depth]]
+    def _route(self, at: int, h: Tensor, guess: Guess | None) -> tuple[Tensor, Tensor, NDArray[np.int64]]:
+        """Ids and weights [n, k] to execute, and the ids on the host: the guess, or what the gate says."""
+        if guess is None:
+            ids, weights = self.decoder.route(at, h)
+            return ids, weights, ids.cpu().numpy()
+        if self.shadow is not None:
+            self.shadow.compare(at, guess.experts, self.decoder.route(at, h)[0])
+        return guess.ids, guess.weights, guess.experts
 
     def experts(
         self, at: int, routed: NDArray[np.int64], h: Tensor, weights: Tensor, predicted: Sequence[NDArray[np.int32]]
@@ -215,6 +213,19 @@ class Forward:
 
         `each` is given the logits of all positions (the last chunk's last one excepted), `LOGIT_ROWS` at a time.
         """
+        x = self._chunk(token_ids, position, last)
+        if each is not None and len(token_ids) > last:
+            for rows in x[: len(token_ids) - last].split(LOGIT_ROWS):
+                each(self.decoder.logits(rows))
+        return self.decoder.logits(x[-1:])[0]
+
+    def score(self, token_ids: list[int], lens: Lens, logits: bool) -> Tensor:
+        """Feed tokens as one chunk at position 0 under a lens: logits [n, vocab], or [0, vocab] if not wanted."""
+        x = self._chunk(token_ids, 0, True, lens)
+        return self.decoder.logits(x if logits else x[:0])
+
+    def _chunk(self, token_ids: list[int], position: int, last: bool, lens: Lens | None = None) -> Tensor:
+        """The last layer's residual stream [n, hidden]."""
         decoder, shape = self.decoder, self._shape
         log = RouteLog(self.observer, len(token_ids), shape.n_moe_layers, shape.top_k) if self.observer else None
         self._copies.phase = PREFILL
@@ -223,22 +234,24 @@ class Forward:
             r = decoder.attend(at, x, position)
             h = decoder.moe_input(at, r)
             ids, weights = decoder.route(at, h)
+            if lens is not None:
+                ids, weights = lens.route(Seen(at, r, h, ids, weights))
             routed = ids.cpu().numpy()
-            x = r + self._prefill_experts(at, routed, h, weights, last)
+            batch = self._prefill_experts(at, routed, h, last)
+            shared = decoder.shared(at, h)
+            x = r + batch.reduce(weights, shared)
+            if lens is not None:
+                lens.ran(at, ids, batch.outputs, shared)
             if log is not None:
                 log.experts[:, at] = routed
                 log.weights[:, at] = weights.cpu().numpy()
         self._copies.phase = DECODE
         if log is not None:
             log.close(schema.PREFILL, position, token_ids, len(token_ids))
-        x = decoder.finish(x, position)
-        if each is not None and len(token_ids) > last:
-            for rows in x[: len(token_ids) - last].split(LOGIT_ROWS):
-                each(decoder.logits(rows))
-        return decoder.logits(x[-1:])[0]
+        return decoder.finish(x, position)
 
-    def _prefill_experts(self, at: int, routed: NDArray[np.int64], h: Tensor, weights: Tensor, last: bool) -> Tensor:
-        """Weighted sum [n, hidden]: residents first, then the others through staging, wave by wave."""
+    def _prefill_experts(self, at: int, routed: NDArray[np.int64], h: Tensor, last: bool) -> Batch:
+        """Outputs of the experts of a chunk: residents first, then the others through staging, wave by wave."""
         shape, demand = self._shape, demand_of(routed)
         batch, places = Batch(h, demand), {expert: i for i, expert in enumerate(demand.experts.tolist())}
         counts = np.zeros(shape.experts, np.int32)
@@ -264,4 +277,4 @@ class Forward:
             with self._copies.lock:
                 self._brain.prefill_done(at, expert, target)
                 self._poison_free()
-        return batch.reduce(weights, self.decoder.shared(at, h))
+        return batch

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from foreload.backend.predict import Predictor
 
 
 @dataclass(frozen=True)
@@ -20,14 +24,14 @@ class Routed:
     token_ids: NDArray[np.int32]  # [n]
     experts: NDArray[np.int16]  # [n, MoE layers, k] in rank order
     weights: NDArray[np.float16]  # [n, MoE layers, k]
-    predicted: dict[int, NDArray[np.int16]]  # depth -> [n, MoE layers, width], -1 = none
+    predicted: dict[tuple[str, int], NDArray[np.int16]]  # (predictor, depth) -> [n, MoE layers, width], -1 = none
 
 
 class Observer(Protocol):
-    """Receives every forward's routing; decode forwards also carry predictions of this depth and width."""
+    """Receives every forward's routing; decode forwards also carry these predictions."""
 
-    depth: int
     width: int
+    predictors: Sequence[tuple[Predictor, tuple[int, ...]]]  # each with the depths wanted of it
 
     def routed(self, routed: Routed) -> None:
         """One forward is done."""
@@ -40,8 +44,11 @@ class RouteLog:
         self._observer = observer
         self.experts = np.zeros((tokens, layers, top_k), np.int16)
         self.weights = np.zeros((tokens, layers, top_k), np.float16)
+        self.width, self.predictors = observer.width, observer.predictors
         self.predicted = {
-            depth: np.full((tokens, layers, observer.width), -1, np.int16) for depth in range(1, observer.depth + 1)
+            (predictor.key, depth): np.full((tokens, layers, observer.width), -1, np.int16)
+            for predictor, depths in observer.predictors
+            for depth in depths
         }
 
     def close(self, phase: int, position: int, token_ids: list[int], kept: int) -> None:

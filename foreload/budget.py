@@ -7,6 +7,20 @@ from foreload.settings import Settings, staging_slots
 from foreload.shape import BYTES_PER_WEIGHT, ModelShape
 from foreload.units import format_bytes
 
+ESTIMATOR_SHRINK, ESTIMATOR_EXPAND = 2, 4
+"""The estimator's network works at hidden / shrink, its inner layer at expand times that."""
+
+
+def predictor_bytes(shape: ModelShape, dtype: str, settings: Settings) -> int:
+    """Device bytes of default vectors, shared means and network, if the predictor of `settings` uses a calibration."""
+    if not settings.uses_calibration:
+        return 0
+    layers, width = shape.n_moe_layers, max(1, shape.hidden // ESTIMATOR_SHRINK)
+    inner = ESTIMATOR_EXPAND * width
+    network = (shape.hidden + 1 + layers + inner + 1 + inner + 2) * width + inner + (width + 1) * shape.experts
+    vectors = layers * shape.experts * shape.hidden
+    return (vectors + network) * BYTES_PER_WEIGHT[dtype] + 4 * layers * shape.hidden
+
 
 def fixed_bytes(shape: ModelShape, dtype: str, context_tokens: int) -> int:
     """Device bytes that no setting changes: dense weights, keys and values of `context_tokens` positions, tables."""
@@ -31,7 +45,7 @@ def slot_budget(
     """
     chosen = settings or Settings()
     size, staging = shape.expert_bytes(dtype), staging_slots(chosen, shape)
-    fixed = fixed_bytes(shape, dtype, context_tokens) + chosen.headroom_bytes
+    fixed = fixed_bytes(shape, dtype, context_tokens) + chosen.headroom_bytes + predictor_bytes(shape, dtype, chosen)
     slots = (vram_bytes - fixed) // size
     if slots < staging:
         shortfall = fixed + staging * size - vram_bytes

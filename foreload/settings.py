@@ -13,12 +13,14 @@ from foreload.files import explain, read_mapping, write_text
 from foreload.shape import ModelShape
 from foreload.units import format_bytes
 
-MAX_PREFETCH_DEPTH = 2
+MAX_PREFETCH_DEPTH = 4
 MAX_GAMMA = 16
 
 Eviction = Literal["lru", "lfu", "lfru"]
 Admission = Literal["demand", "background", "none"]
-Predictor = Literal["none", "gate"]
+Predictor = Literal["none", "gate", "quasi_hidden", "estimator", "hybrid"]
+GATE_SIDE = ("gate", "quasi_hidden", "estimator", "hybrid")
+"""Predictors that give scores, and so weights, of a later layer's experts."""
 MissAction = Literal["fetch", "cpu", "split"]
 SplitRule = Literal["makespan", "bandwidth"]
 DraftKind = Literal["none", "ngram"]
@@ -46,6 +48,8 @@ class Settings(BaseModel):
 
     `slots_per_layer` (one count per MoE layer) or `cache_ratio` (0 to 1, the same in every layer) says how many
     experts stay on the device between steps; with neither, the largest uniform count that fits is used.
+    `speculate_layers` (MoE layers counted from 0, or "all" but the first) execute what was predicted for them one layer
+    earlier, and their gate does not run: the only setting here that changes text.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -58,6 +62,8 @@ class Settings(BaseModel):
     predictor: Predictor = "none"
     prefetch_depth: Annotated[int, Field(ge=0, le=MAX_PREFETCH_DEPTH)] = 0
     prefetch_width: Annotated[int, Field(ge=1)] | None = None
+    prefetch_rolled: bool = False
+    speculate_layers: tuple[Annotated[int, Field(ge=0)], ...] | Literal["all"] = ()
     miss_action: MissAction = "fetch"
     split_rule: SplitRule = "makespan"
     cpu_threads: Annotated[int, Field(ge=1, le=256)] = 1
@@ -72,9 +78,26 @@ class Settings(BaseModel):
         if (self.prefetch_depth > 0) != (self.predictor != "none"):
             raise ValueError(
                 f"prefetch_depth {self.prefetch_depth} does not go with predictor {self.predictor!r}: "
-                "depth 0 goes with 'none', a depth of 1 or more with 'gate'"
+                "depth 0 goes with 'none', a depth of 1 or more with a predictor"
             )
+        if self.prefetch_rolled and (self.prefetch_depth < 2 or self.predictor not in GATE_SIDE):
+            raise ValueError(
+                f"prefetch_rolled goes with a prefetch_depth of 2 or more and predictor {', '.join(GATE_SIDE)}: "
+                f"they are {self.prefetch_depth} and {self.predictor!r}"
+            )
+        self._check_speculation()
         return self
+
+    def _check_speculation(self) -> None:
+        layers = self.speculate_layers
+        if layers and self.predictor not in GATE_SIDE:
+            raise ValueError(
+                f"speculate_layers needs a predictor with weights, {', '.join(GATE_SIDE)}: it is {self.predictor!r}"
+            )
+        if layers != "all" and 0 in layers:
+            raise ValueError("speculate_layers holds 0: nothing comes before the first MoE layer to predict it from")
+        if layers != "all" and list(layers) != sorted(set(layers)):
+            raise ValueError(f"speculate_layers is {list(layers)}: distinct MoE layers in ascending order are needed")
 
     @classmethod
     def parse(cls, value: Any, source: str = "settings") -> Settings:
@@ -100,6 +123,26 @@ class Settings(BaseModel):
     def changed(self, **fields: Any) -> Settings:
         """A copy with other values, validated again."""
         return Settings.parse({**self.model_dump(), **fields})
+
+    @property
+    def uses_calibration(self) -> bool:
+        """Whether the predictor needs default vectors or the estimator."""
+        return self.predictor in GATE_SIDE and (self.predictor != "gate" or self.prefetch_rolled)
+
+    def prediction(self, depth: int) -> str:
+        """The predictor's name in recordings at `depth`: the rolled form differs from the second layer ahead on."""
+        return f"{self.predictor}_rolled" if self.prefetch_rolled and depth > 1 else self.predictor
+
+    def speculated(self, shape: ModelShape) -> tuple[int, ...]:
+        """The MoE layers (counted from 0) that execute predictions; SettingsError for one the model does not have."""
+        if self.speculate_layers == "all":
+            return tuple(range(1, shape.n_moe_layers))
+        if self.speculate_layers and self.speculate_layers[-1] >= shape.n_moe_layers:
+            raise SettingsError(
+                f"speculate_layers holds {self.speculate_layers[-1]}: the model has MoE layers 0 to "
+                f"{shape.n_moe_layers - 1}, and the first cannot be speculated"
+            )
+        return self.speculate_layers
 
     def width(self, shape: ModelShape) -> int:
         """Experts prefetched per predicted layer and token of a step."""

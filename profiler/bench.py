@@ -13,7 +13,7 @@ from torch import Tensor
 from foreload.backend.engine import Engine
 from foreload.backend.observe import Marks, NoMarks
 from foreload.backend.policy.window import merge_predictions
-from foreload.backend.predict.gate import predict_gate
+from foreload.backend.predict import Predictor
 from foreload.settings import Settings
 
 Spans = dict[str, float]
@@ -35,6 +35,7 @@ class Bench:
         self.engine = engine
         self.shape = engine.shape
         self.decoder = engine.forward.decoder
+        self.gate = engine.predictor("gate")
         self._settings = engine.settings
         self._generator = torch.Generator().manual_seed(0)
         self._resident = min(2 * self.shape.top_k, self.shape.experts - self.shape.top_k)
@@ -71,10 +72,12 @@ class Bench:
         depth: int = 0,
         prefetched: list[int] | None = None,
         wait_us: int = 0,
+        predictor: Predictor | None = None,
     ) -> Spans:
         """One whole layer-step of decode on random input, its experts chosen; microseconds per kind of block.
 
-        `prefetched` experts of the next layer are copied meanwhile. `wait_us` is waited first, as for a copy.
+        `predictor` (default: the gate) looks `depth` layers ahead. `prefetched` experts of the next layer are copied
+        meanwhile. `wait_us` is waited first, as for a copy.
         Blocks run in the engine's order, so that each finds caches as it does in decode; on a GPU each starts idle.
         """
         decoder, forward, marks = self.decoder, self.engine.forward, Marks()
@@ -93,7 +96,9 @@ class Bench:
             ids.cpu().numpy()
             self.end(marks, "route")
             if depth:
-                of_layers = predict_gate(decoder, layer, r, depth, self.shape.top_k).cpu().numpy()
+                asked = predictor or self.gate
+                found = asked.ahead(layer, r, ids, weights, depth)
+                of_layers = asked.best(layer, found, self.shape.top_k).cpu().numpy()
                 _ = [merge_predictions(of_layer) for of_layer in of_layers]
                 self.end(marks, "predict")
             predicted = [np.asarray(prefetched, np.int32)] if prefetched else []

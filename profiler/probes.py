@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from foreload.backend.experts.slab import run_expert
-from foreload.backend.predict.gate import predict_gate
+from foreload.backend.predict import CALIBRATED, PREDICTORS, Predictor
 from foreload.machine import cores
 from foreload.profiler.bench import Bench, Spans, Stage
 from foreload.profiler.schema import Measurement
@@ -82,13 +82,61 @@ def _block(bench: Bench, kind: str, at: int) -> Callable[[int], object]:
     blocks: dict[str, Callable[[int], object]] = {
         "attention": lambda i: decoder.attend(i % layers, x, at - 1),
         "route": lambda i: decoder.route(i % layers, decoder.moe_input(i % layers, x)),
-        "predict": lambda i: predict_gate(decoder, i % spread, x, at, k),
+        "predict": lambda i: _predict(bench, bench.gate, i % spread, x, at),
         "experts_gpu": experts,
         "finish": lambda _: x + (x[0, :k, None] * out.float()).sum(0, keepdim=True).to(x.dtype),
         "head": lambda _: decoder.logits(x)[0].argmax(),
         "embed": lambda _: decoder.embed(token),
     }
     return blocks.get(kind, lambda _: None)
+
+
+def _predict(bench: Bench, predictor: Predictor, layer: int, x: Tensor, depth: int) -> Tensor:
+    """Experts predicted by made-up routing, on the device."""
+    k = bench.shape.top_k
+    ids = torch.arange(k, device=x.device)[None]
+    weights = torch.full((1, k), 1 / k, device=x.device)
+    return predictor.best(layer, predictor.ahead(layer, x, ids, weights, depth), k)
+
+
+def predictions(bench: Bench, effort: Effort) -> Iterator[Measurement]:
+    """Every predictor but the plain gate, by depth; and what a speculated layer does in place of routing."""
+    stage, device, layers = bench.stage("fetch"), bench.engine.device, bench.shape.n_moe_layers
+    deepest = min(MAX_PREFETCH_DEPTH, layers - 1)
+    found: list[tuple[Predictor, int]] = []
+    if bench.engine.calibrated:
+        plain = [bench.engine.predictor(name) for name in CALIBRATED]
+        rolled = [bench.engine.predictor(name, rolled=True) for name in PREDICTORS]
+        found += [(p, depth) for p in plain for depth in range(1, deepest + 1)]
+        found += [(p, depth) for p in rolled for depth in range(2, deepest + 1)]
+    x = bench.hidden()
+    for predictor, depth in found:
+        samples, spread = [], layers - depth
+        for turn in range(-2, effort.rounds):
+            demand = bench.pick(stage.resident, bench.shape.top_k, turn)
+            spans = bench.layer_step(turn % spread, demand, depth=depth, predictor=predictor)
+            if turn >= 0:
+                samples.append(spans["predict"])
+
+        def alone(i: int, p: Predictor = predictor, depth: int = depth, spread: int = spread) -> object:
+            return _predict(bench, p, i % spread, x, depth)
+
+        gpu_us = gpu_microseconds(alone, effort.rounds, device)
+        yield summarise(f"predict_{predictor.key}", samples, gpu_us, depth=depth)
+    yield _speculated(bench, effort, x)
+
+
+def _speculated(bench: Bench, effort: Effort, x: Tensor) -> Measurement:
+    """A layer that executes predictions: its norm, and choosing by the scores predicted for it."""
+    decoder, layers, device = bench.decoder, bench.shape.n_moe_layers, bench.engine.device
+    scores = decoder.scores(0, x)
+
+    def block(i: int) -> object:
+        layer = i % layers
+        return decoder.moe_input(layer, x), decoder.choose(layer, scores)[0].cpu().numpy()
+
+    repeats = effort.rounds * 4
+    return summarise("speculated", host_samples(block, repeats, device), gpu_microseconds(block, repeats, device))
 
 
 def cpu_experts(bench: Bench, effort: Effort) -> Iterator[Measurement]:

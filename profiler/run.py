@@ -43,6 +43,7 @@ def profile(
 
     groups: tuple[tuple[str, Callable[[], Iterator[Measurement]]], ...] = (
         ("decode blocks", lambda: probes.resident(bench, effort)),
+        ("predictions", lambda: probes.predictions(bench, effort)),
         ("copies beside decoding", lambda: probes.company(bench, effort)),
         ("link", lambda: probes.link(bench, effort, plan_us())),
         ("experts on the CPU", lambda: probes.cpu_experts(bench, effort)),

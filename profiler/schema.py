@@ -7,7 +7,8 @@ Probes (the names are a contract between profiler and cost model). `p50_us` is t
     embed                                     token embedding and the start of a step
     attention       context                   attention block of one layer, one token
     route                                     MoE norm, gate, top-k, ids and weights on the host
-    predict         depth                     predictions for `depth` later layers, ids on the host
+    predict         depth                     the gate's predictions for `depth` later layers, ids on the host
+    speculated                                in place of route at a speculated layer: norm, choice by predicted scores
     plan            copies                    brain.begin without copies (0), or queueing some to an idle link (1)
     after_wait      wait_us                   attention, route, plan and finish together after waiting so long
     after_cpu       threads                   the same four after a layer-step that waited for CPU experts
@@ -23,6 +24,8 @@ Probes (the names are a contract between profiler and cost model). `p50_us` is t
     prefill_layer   tokens                    attention, route and sum of one layer on a prompt chunk
     prefill_expert  tokens                    one resident expert on that many tokens
     cpu_expert      tokens                    one expert on one CPU thread on that many tokens, without hand-off
+
+With a calibration also `predict_NAME` at `depth`, for every other predictor NAME and rolled form NAME_rolled.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import numpy as np
 from foreload.backend.policy import SplitCosts
 from foreload.errors import FileError, MismatchError
 from foreload.profiler.schema import HardwareProfile, Measurement
-from foreload.settings import Settings
+from foreload.settings import GATE_SIDE, Settings
 from foreload.shape import ModelShape
 from foreload.units import us_to_ns
 
@@ -31,7 +31,7 @@ _SEVERITY: tuple[Source, ...] = ("measured", "interpolated", "extrapolated", "as
 _AXIS = {
     "copy": "bytes",
     "attention": "context",
-    "predict": "depth",
+    **{f"predict{kind}": "depth" for kind in ("", *(f"_{p}{form}" for p in GATE_SIDE for form in ("", "_rolled")))},
     "after_wait": "wait_us",
     "experts_gpu": "experts",
     "experts_cpu": "experts",
@@ -158,6 +158,11 @@ class CostModel:
     def queueing_ns(self) -> int:
         """What planning takes longer when it wakes the copy thread."""
         return max(0, self.cost("plan", copies=1).host_ns - self.plan.host_ns)
+
+    def predict(self, settings: Settings, depth: int) -> Cost:
+        """Predictions for `depth` later layers by the predictor of `settings`."""
+        name = settings.prediction(depth)
+        return self.cost("predict" if name == "gate" else f"predict_{name}", depth)
 
     @cached_property
     def interrupt_ns(self) -> int:

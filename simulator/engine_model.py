@@ -51,6 +51,7 @@ class EngineModel:
         self.ttft_ns: list[int] = []
         self.decode_time: Mapping[str, int] = {}
         self.prefill_time: Mapping[str, int] = {}
+        self._speculated = frozenset(settings.speculated(shape))
         self._ones = np.ones(shape.top_k, np.int32)
         self._wake_ns = costs.cost("wait").host_ns
         self._after_cpu = False  # whether the last layer-step waited for CPU experts
@@ -107,11 +108,14 @@ class EngineModel:
         for layer in range(last):
             self._slowed(layer)
             device.block("attention", attention, layer)
-            device.block("route", costs["route"], layer)
-            yield from device.sync()
+            if layer in self._speculated:
+                device.block("route", self.costs.cost("speculated"), layer)
+            else:
+                device.block("route", costs["route"], layer)
+                yield from device.sync()
             depth = min(self.settings.prefetch_depth, last - 1 - layer)
             if depth:
-                device.block("predict", self.costs.cost("predict", depth), layer)
+                device.block("predict", self.costs.predict(self.settings, depth), layer)
                 yield from device.sync()
             device.block("plan", self.costs.plan, layer)
             yield from self._experts(request, token, layer, depth)
@@ -221,6 +225,7 @@ def _result(engine: EngineModel, requests: Sequence[Request]) -> SimResult:
     if int(token_ns.sum()) != sum(engine.decode_time.values()):
         raise InternalError("the simulated times by kind do not add up to the total")
     owner = np.repeat(np.arange(len(requests)), [len(request.context) for request in requests])
+    routing = {"speculated_demand": "assumed"} if any(request.assumed for request in requests) else {}
     return SimResult(
         settings=engine.settings,
         capacity=tuple(int(c) for c in engine.brain.state.capacity),
@@ -231,6 +236,6 @@ def _result(engine: EngineModel, requests: Sequence[Request]) -> SimResult:
         prefill_time_ns=engine.prefill_time,
         counters=engine.brain.counters.copy(),
         expert_bytes=engine.costs.expert_bytes,
-        sources=dict(sorted(engine.costs.used.items())),
+        sources=dict(sorted({**engine.costs.used, **routing}.items())),
         timeline=tuple(engine.timeline.events),
     )

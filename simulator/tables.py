@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from foreload.settings import Settings
 from foreload.shape import ModelShape
-from foreload.simulator.costs import SCALE, CostModel, split_costs
+from foreload.simulator.costs import SCALE, Cost, CostModel, split_costs
 from foreload.simulator.replay import Outcomes, replay
 from foreload.simulator.workload import Request
 
@@ -51,12 +51,19 @@ def layer_costs(
 
 
 def _dense_ns(costs: CostModel, settings: Settings, context: int) -> int:
-    """Blocks of one layer-step without experts."""
-    probes = [("attention", context), ("route", 0), ("finish", 0)]
+    """Blocks of one layer-step without experts, mean over the layers."""
+    layers, speculated = costs.shape.n_moe_layers, len(settings.speculated(costs.shape))
+    found = [costs.plan, *(costs.cost(probe, at) for probe, at in (("attention", context), ("finish", 0)))]
     if settings.prefetch_depth:
-        probes.append(("predict", settings.prefetch_depth))
-    found = [costs.plan, *(costs.cost(probe, at) for probe, at in probes)]
-    return sum(max(cost.host_ns, cost.gpu_ns) for cost in found)
+        found.append(costs.predict(settings, settings.prefetch_depth))
+    routing = (layers - speculated) * _busy_ns(costs.cost("route"))
+    if speculated:
+        routing += speculated * _busy_ns(costs.cost("speculated"))
+    return sum(map(_busy_ns, found)) + routing // layers
+
+
+def _busy_ns(cost: Cost) -> int:
+    return max(cost.host_ns, cost.gpu_ns)
 
 
 def _work_table(costs: CostModel, settings: Settings) -> NDArray[np.float64]:

@@ -24,6 +24,7 @@ class Request:
     demand: NDArray[np.int32]  # [T, L, k] the same, each layer's ascending, as the brain is asked
     context: tuple[int, ...]  # [T] positions attended to
     predicted: tuple[NDArray[np.int32], ...]  # per depth 1.., [T, L, width] experts predicted for a layer
+    assumed: bool = False  # whether `demand` at speculated layers is what an exact recording's predictions say
 
 
 def request_numbers(trace: Trace) -> tuple[int, ...]:
@@ -37,7 +38,7 @@ def load_requests(
     """The (chosen) requests in order, with the predictions that `settings` need.
 
     Raises MismatchError if the trace is of another shape, holds draft steps, lacks a request, a predictor, a depth or
-    the width, or names an expert the model does not have.
+    the width, executed other predictions than the settings would, or names an expert the model does not have.
     """
     _check(trace, shape)
     if settings is not None and settings.draft.kind != "none":
@@ -47,8 +48,11 @@ def load_requests(
     missing = [number for number in chosen if number not in known]
     if missing:
         raise MismatchError(f"trace: request {missing[0]} is not in it: it holds {', '.join(map(str, known))}")
-    predictions = _predictions(trace, shape, settings) if settings is not None else ()
-    return [_request(trace, number, predictions) for number in chosen]
+    if settings is None:
+        return [_request(trace, number, (), None) for number in chosen]
+    predictions = _predictions(trace, shape, settings)
+    executed = _executed(trace, shape, settings)
+    return [_request(trace, number, predictions, executed) for number in chosen]
 
 
 def _check(trace: Trace, shape: ModelShape) -> None:
@@ -67,20 +71,55 @@ def _predictions(trace: Trace, shape: ModelShape, settings: Settings) -> tuple[N
     width = settings.width(shape)
     found = []
     for depth in range(1, settings.prefetch_depth + 1):
-        table = trace.predictions.get((settings.predictor, depth))
-        if table is None:
-            held = ", ".join(f"{name} {at}" for name, at in sorted(trace.predictions)) or "none"
-            raise MismatchError(f"trace: no predictions of {settings.predictor} at depth {depth}: it holds {held}")
+        table = _table(trace, settings.prediction(depth), depth)
         if table.shape[2] < width:
             raise MismatchError(f"trace: predictions are {table.shape[2]} wide, prefetch_width is {width}")
         found.append(table[:, :, :width])
     return tuple(found)
 
 
-def _request(trace: Trace, number: int, predictions: tuple[NDArray[np.int16], ...]) -> Request:
+def _table(trace: Trace, predictor: str, depth: int) -> NDArray[np.int16]:
+    found = trace.predictions.get((predictor, depth))
+    if found is None:
+        held = ", ".join(f"{name} {at}" for name, at in sorted(trace.predictions)) or "none"
+        raise MismatchError(f"trace: no predictions of {predictor} at depth {depth}: it holds {held}")
+    return found
+
+
+def _executed(trace: Trace, shape: ModelShape, settings: Settings) -> NDArray[np.int16] | None:
+    """Experts [R, L, k] with those predicted for speculated layers in place of the true ones, assuming that later
+    routing does not drift; None where the recording shows what was executed.
+
+    MismatchError if the recording executed other predictions than `settings` would.
+    """
+    layers, meta = settings.speculated(shape), trace.meta
+    if (layers, settings.predictor if layers else "") == (meta.speculated, meta.speculated_by):
+        return None
+    if meta.speculated:
+        raise MismatchError(
+            f"trace: recorded with layers {_listed(meta.speculated)} speculated by {meta.speculated_by}, "
+            f"the settings speculate {_listed(layers)}: record again"
+        )
+    table = _table(trace, settings.predictor, 1)[:, :, : shape.top_k]
+    if table.shape[2] < shape.top_k:
+        raise MismatchError(f"trace: predictions are {table.shape[2]} wide, a speculated layer executes {shape.top_k}")
+    executed, decode = trace.experts.copy(), trace.phase == DECODE
+    executed[:, layers] = table[:, layers]
+    if (executed[decode] < 0).any():
+        raise MismatchError(f"trace: lacks predictions of {settings.predictor} for some tokens of speculated layers")
+    return executed
+
+
+def _listed(layers: Sequence[int]) -> str:
+    return ", ".join(map(str, layers)) or "none"
+
+
+def _request(
+    trace: Trace, number: int, predictions: tuple[NDArray[np.int16], ...], executed: NDArray[np.int16] | None
+) -> Request:
     rows = trace.request == number
     prompt, decode = rows & (trace.phase == PREFILL), rows & (trace.phase == DECODE)
-    experts = np.ascontiguousarray(trace.experts[decode], np.int32)
+    experts = np.ascontiguousarray((trace.experts if executed is None else executed)[decode], np.int32)
     return Request(
         number=number,
         prompt=np.ascontiguousarray(trace.experts[prompt], np.int32),
@@ -88,4 +127,5 @@ def _request(trace: Trace, number: int, predictions: tuple[NDArray[np.int16], ..
         demand=np.sort(experts, axis=2),
         context=tuple((trace.position[decode] + 1).tolist()),
         predicted=tuple(np.ascontiguousarray(table[decode], np.int32) for table in predictions),
+        assumed=executed is not None,
     )

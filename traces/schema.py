@@ -57,6 +57,8 @@ class TraceMeta(BaseModel):
     subjects: tuple[str, ...] = ()  # one per request, if known
     has_weights: bool = False
     predictions: tuple[PredictionColumn, ...] = ()
+    speculated: tuple[int, ...] = ()  # MoE layers, from 0, whose decode experts are predicted ones that were executed
+    speculated_by: str = ""  # their predictor
     order: Literal["recorded", "unknown"] = "recorded"  # unknown: a histogram, see `foreload.traces.histogram`
 
     @classmethod

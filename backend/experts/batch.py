@@ -55,5 +55,10 @@ class Batch:
 
         What the `shared` experts gave [n, hidden] comes last.
         """
-        out = (weights[..., None] * self._out.view(self._n, self._top_k, -1).float()).sum(1)
+        out = (weights[..., None] * self.outputs.float()).sum(1)
         return (out if shared is None else out + shared).to(self._h.dtype)
+
+    @property
+    def outputs(self) -> Tensor:
+        """What has been stored, unweighted, [n, k, hidden] by token and rank."""
+        return self._out.view(self._n, self._top_k, -1)

@@ -136,6 +136,11 @@ class Decoder:
         )
 
     @property
+    def n_layers(self) -> int:
+        """MoE layers."""
+        return len(self.layers)
+
+    @property
     def dense_bytes(self) -> int:
         """Bytes of weights, and of keys and values, on the device."""
         tensors = [self.embedding, self.final_norm, *self._rotary]
@@ -174,17 +179,22 @@ class Decoder:
         """The norm before the experts of MoE layer `at`, applied to a residual stream r [n, hidden]."""
         return self._norm(r, self.layers[at].moe_norm)
 
-    def _gate_logits(self, at: int, h: Tensor) -> Tensor:
+    def scores(self, at: int, h: Tensor) -> Tensor:
+        """What the gate of MoE layer `at` says of any normed input h [n, hidden]: its logits [n, experts]."""
         layer = self.layers[at]
         return F.linear(h.to(layer.gate.dtype), layer.gate, layer.gate_bias)
 
+    def choose(self, at: int, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids [n, k], best first, and fp32 weights [n, k] by a layer's scores [n, experts], true or predicted."""
+        return route(scores, self.layers[at].correction, self.shape)
+
+    def choice(self, at: int, scores: Tensor) -> Tensor:
+        """What MoE layer `at` ranks its experts by, [n, experts], from scores [n, experts], true or predicted."""
+        return choice(scores, self.layers[at].correction, self.shape)
+
     def route(self, at: int, h: Tensor) -> tuple[Tensor, Tensor]:
         """Ids [n, k], best first, and fp32 weights [n, k] of the experts of any normed input h [n, hidden]."""
-        return route(self._gate_logits(at, h), self.layers[at].correction, self.shape)
-
-    def choice(self, at: int, h: Tensor) -> Tensor:
-        """What MoE layer `at` ranks its experts by for any normed input h [n, hidden]: [n, experts]."""
-        return choice(self._gate_logits(at, h), self.layers[at].correction, self.shape)
+        return self.choose(at, self.scores(at, h))
 
     def shared(self, at: int, h: Tensor) -> Tensor | None:
         """What the shared experts of MoE layer `at` add for the normed input h [n, hidden]; None if there are none."""

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from foreload.backend.models.decoder import Decoder
+from foreload.backend.predict.base import Predictor
 
 
-def predict_gate(decoder: Decoder, moe_layer: int, r: Tensor, depth: int, width: int) -> Tensor:
-    """Experts predicted from r [n, hidden] of MoE layer `moe_layer` for the next `depth` MoE layers.
+class Gate(Predictor):
+    """Predicts as if this layer's experts added nothing."""
 
-    Returns ids [targets, n, width], best first, for the targets that exist: at most `depth`, fewer near the last layer.
-    """
-    targets = range(moe_layer + 1, min(moe_layer + 1 + depth, decoder.shape.n_moe_layers))
-    scores = [decoder.choice(at, decoder.moe_input(at, r)) for at in targets]
-    return torch.topk(torch.stack(scores), width, dim=-1).indices
+    name = "gate"
+
+    def start(self, at: int, r: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """The residual stream itself."""
+        return r

@@ -11,10 +11,9 @@ from pathlib import Path
 
 from foreload.backend.engine import Engine
 from foreload.backend.observe import Observer, Routed
-from foreload.backend.recorder import Recorder, drafting, trace_meta
+from foreload.backend.recorder import USUAL_DEPTH, Recorder, Watched, columns, drafting, trace_meta, watched
 from foreload.backend.sampling import Sampling
 from foreload.errors import FileError, UsageError
-from foreload.settings import MAX_PREFETCH_DEPTH
 from foreload.traces.io import TraceWriter
 
 FLUSH_SECONDS = 5.0
@@ -49,17 +48,17 @@ class LiveRecording:
             raise UsageError("this server does not record: start it with a folder for recordings")
         path = self._folder / name
         shape = self._engine.shape
-        depth = min(MAX_PREFETCH_DEPTH if depth is None else depth, shape.n_moe_layers - 1)
+        chosen = watched(self._engine, None, USUAL_DEPTH if depth is None else depth)
         width = min(width or 2 * shape.top_k, shape.experts)
         with self._lock:
             if self._active is not None:
                 raise UsageError(f"a recording into {self._active.state.file} runs: stop it first")
             if path.exists():
                 raise UsageError(f"{name} exists already: give another name")
-            meta = trace_meta(self._engine, [], Sampling(), depth, width, weights)
+            meta = trace_meta(self._engine, [], Sampling(), columns(chosen, width), weights)
             sampling = drafting(self._engine.settings)  # how tokens are chosen is each request's own affair
             meta = meta.model_copy(update={"source": "foreload server", "sampling": sampling, "seed": -1})
-            self._active = _Active(self._lock, TraceWriter(path, meta), depth, width)
+            self._active = _Active(self._engine, self._lock, TraceWriter(path, meta), chosen, width)
             return self._active.state
 
     def stop(self) -> RecordingState:
@@ -91,11 +90,20 @@ class LiveRecording:
             self.stop()
 
 
+def _speculated(engine: Engine) -> tuple[object, ...]:
+    """What a recording says about executed predictions, which must hold for all of it."""
+    layers = engine.settings.speculated(engine.shape)
+    return (layers, engine.settings.predictor if layers else "")
+
+
 class _Active(Recorder):
     """A recorder that may end in the middle of a request, and that no full disk takes down the request with it."""
 
-    def __init__(self, lock: threading.Lock, writer: TraceWriter, depth: int, width: int) -> None:
-        super().__init__(writer, depth, width)
+    def __init__(
+        self, engine: Engine, lock: threading.Lock, writer: TraceWriter, predictors: Watched, width: int
+    ) -> None:
+        super().__init__(writer, predictors, width)
+        self._engine, self._speculated = engine, _speculated(engine)
         self.writer = writer
         self.closed = False
         self.error: FileError | None = None
@@ -113,6 +121,8 @@ class _Active(Recorder):
             if self.closed or self.error is not None:
                 return
             try:
+                if _speculated(self._engine) != self._speculated:
+                    raise FileError(f"{self.writer.path}: speculate_layers has changed since the recording began")
                 super().routed(routed)
                 if time.monotonic() - self._flushed > FLUSH_SECONDS:
                     self.writer.flush()

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from foreload.cli import (
+    calibrate,
     demo,
     export,
     live,
@@ -35,6 +36,7 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "demo": demo.demo,
     "plan": plan.plan,
     "profile": profile.profile,
+    "calibrate": calibrate.calibrate,
     "run": run_model.run,
     "serve": serve.serve,
     "apply": live.apply,

@@ -34,6 +34,13 @@ ContextFlag = Annotated[int, typer.Option("--context", metavar="TOKENS", help="L
 ProfileFlag = Annotated[
     Path | None, typer.Option("--profile", metavar="FILE", help="Machine profile; miss_action `split` decides by it.")
 ]
+CalibrationFlag = Annotated[
+    Path | None,
+    typer.Option("--calibration", metavar="DIR", help="From foreload calibrate. Default: MODEL/calibration, if there."),
+]
+ShadowFlag = Annotated[
+    bool, typer.Option("--shadow", help="Also run the gates of speculated layers, to count true recall.")
+]
 SettingsFlag = Annotated[
     Path | None, typer.Option("--settings", metavar="FILE", help="JSON or TOML. Default: the largest uniform cache.")
 ]
@@ -46,7 +53,13 @@ GammaFlag = Annotated[
 
 
 def engine_options(
-    device: DeviceName, dtype: str | None, vram: str | None, link: str | None, context: int
+    device: DeviceName,
+    dtype: str | None,
+    vram: str | None,
+    link: str | None,
+    context: int,
+    calibration: Path | None = None,
+    shadow: bool = False,
 ) -> EngineOptions:
     """The options in force; UsageError for a flag that is wrong."""
     from foreload.backend.engine import EngineOptions
@@ -57,6 +70,8 @@ def engine_options(
         context_tokens=context,
         vram_bytes=None if vram is None else parse_bytes(vram, "--vram"),
         link_bytes_per_s=None if link is None else parse_rate(link, "--link"),
+        calibration=calibration,
+        shadow=shadow,
     )
 
 
@@ -91,6 +106,8 @@ def open_engine(model: str, options: EngineOptions, settings: Settings, profile:
     from foreload.backend.engine import Engine
     from foreload.backend.models.checkpoint import Checkpoint
 
+    if options.shadow and not settings.speculate_layers:
+        raise UsageError("--shadow measures speculated layers: the settings speculate none")
     checkpoint = Checkpoint.open(model)
     costs: CostsFor | None = None
     if profile is not None:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from foreload.cli.engine_options import (
+    CalibrationFlag,
     ContextFlag,
     DeviceFlag,
     DtypeFlag,
@@ -29,6 +30,7 @@ def profile(
     vram: VramFlag = None,
     link: LinkFlag = None,
     context: ContextFlag = 2048,
+    calibration: CalibrationFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Measure this machine for one model's shapes.
@@ -40,7 +42,7 @@ def profile(
     from foreload.profiler.run import profile as measure
 
     output = Output(as_json)
-    options = engine_options(device, dtype, vram, link, context)
+    options = engine_options(device, dtype, vram, link, context, calibration)
     settings = bench_settings(Checkpoint.open(model).shape)
     with open_engine(model, options, settings, None, output) as engine, output.progress() as progress:
         task = progress.add_task("profiling", total=None)

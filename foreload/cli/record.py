@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from foreload.cli.engine_options import (
+    CalibrationFlag,
     ContextFlag,
     DeviceFlag,
     DraftFlag,
@@ -18,13 +19,18 @@ from foreload.cli.engine_options import (
     ModelArg,
     ProfileFlag,
     SettingsFlag,
+    ShadowFlag,
     VramFlag,
     engine_options,
     load_settings,
     open_engine,
     with_draft,
 )
-from foreload.cli.output import JsonFlag, Output
+from foreload.cli.output import JsonFlag, Output, facts
+from foreload.cli.run_model import shadow_facts
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def record(
@@ -36,7 +42,12 @@ def record(
     tokens: Annotated[int, typer.Option("--tokens", "-n", help="Tokens to generate per prompt.")] = 64,
     prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", help="Tokens of each prompt that are fed.")] = 128,
     requests: Annotated[int | None, typer.Option("--requests", help="Use the first so many prompts.", min=1)] = None,
-    depth: Annotated[int, typer.Option("--depth", help="Layers ahead to record gate predictions.", min=0, max=2)] = 2,
+    depth: Annotated[int, typer.Option("--depth", help="Layers ahead to record predictions.", min=0, max=4)] = 2,
+    predictor: Annotated[
+        list[str] | None,
+        typer.Option("--predictor", help="Whose to record; repeatable. Default: all there can be."),
+    ] = None,
+    rolled: Annotated[bool, typer.Option("--rolled", help="Record the rolled form of predictions too.")] = False,
     width: Annotated[int | None, typer.Option("--width", help="Experts per prediction. Default: 2 k.", min=1)] = None,
     weights: Annotated[bool, typer.Option("--weights", help="Record router weights too.")] = False,
     temperature: Annotated[float, typer.Option("--temperature", help="0: greedy.")] = 0.0,
@@ -54,11 +65,13 @@ def record(
     vram: VramFlag = None,
     link: LinkFlag = None,
     context: ContextFlag = 2048,
+    calibration: CalibrationFlag = None,
+    shadow: ShadowFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Record how the model routes the tokens of prompts.
 
-    Generates from the prompts; keeps routing, gate predictions and, if asked, router weights.
+    Generates from the prompts; keeps routing, predictions and, if asked, router weights.
     """
     from foreload.backend.recorder import read_prompts
     from foreload.backend.recorder import record as run
@@ -70,7 +83,7 @@ def record(
     output = Output(as_json)
     texts = read_prompts(prompts)[:requests]
     chosen = with_draft(load_settings(settings), draft, gamma)
-    options = engine_options(device, dtype, vram, link, context)
+    options = engine_options(device, dtype, vram, link, context, calibration, shadow)
     sampling = Sampling(temperature, top_p, seed)
     with (
         open_engine(model, options, chosen, profile, output) as engine,
@@ -88,9 +101,12 @@ def record(
             sampling=sampling,
             depth=depth,
             width=width,
+            predictors=predictor,
+            rolled=rolled,
             weights=weights,
             progress=lambda done, _: progress.update(task, completed=done),
         )
+        true_recall = engine.true_recall
     if timings is not None:
         meta = {"source": "measured", "model": model, "machine": machine_name(), "recording": out.name}
         write_timings(timings, Timings(tuple(spans), meta))
@@ -101,6 +117,13 @@ def record(
         "prompt_tokens": sum(g.prompt_tokens for g in generations),
         "decode_tokens": sum(g.decode_tokens for g in generations),
         "bytes": out.stat().st_size,
+        "true_recall": true_recall,
     }
     line = "{file}: {requests} requests, {prompt_tokens} prompt and {decode_tokens} decode tokens, {bytes} bytes"
-    output.finish(values, lambda console: console.print(line.format(**values)))
+
+    def show(console: Console) -> None:
+        console.print(line.format(**values))
+        if true_recall:
+            console.print(facts("measured", shadow_facts(true_recall)))
+
+    output.finish(values, show)

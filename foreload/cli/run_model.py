@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foreload.cli.engine_options import (
+    CalibrationFlag,
     ContextFlag,
     DeviceFlag,
     DraftFlag,
@@ -17,6 +18,7 @@ from foreload.cli.engine_options import (
     ModelArg,
     ProfileFlag,
     SettingsFlag,
+    ShadowFlag,
     VramFlag,
     engine_options,
     load_settings,
@@ -51,6 +53,8 @@ def run(
     vram: VramFlag = None,
     link: LinkFlag = None,
     context: ContextFlag = 2048,
+    calibration: CalibrationFlag = None,
+    shadow: ShadowFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Generate text, and say what a token cost.
@@ -65,7 +69,7 @@ def run(
         raise UsageError("--system goes with --chat")
     output = Output(as_json)
     chosen = with_draft(load_settings(settings), draft, gamma)
-    options = engine_options(device, dtype, vram, link, context)
+    options = engine_options(device, dtype, vram, link, context, calibration, shadow)
     sampling = Sampling(temperature, top_p, seed)
     with open_engine(model, options, chosen, profile, output) as engine:
         if chat or text is None:
@@ -112,6 +116,7 @@ def summary(engine: Engine, generation: Generation) -> dict[str, Any]:
         "late_rate": int(totals[Counter.LATE]) / demand if demand else None,
         "cpu_rate": int(totals[Counter.ON_CPU]) / demand if demand else None,
         "bytes_per_token": copied * engine.expert_bytes / tokens if steps else None,
+        "true_recall": engine.true_recall,
         "memory": engine.describe_memory(),
     }
 
@@ -136,6 +141,7 @@ def _show(console: Any, prompt: str, values: dict[str, Any]) -> None:
                 "decode steps": steps,
                 "experts": f"{values['experts_per_layer_step']:.1f} per layer and step: {rates}",
                 "copied": f"{values['bytes_per_token'] / 1e6:.2f} MB per token",
+                **shadow_facts(values["true_recall"]),
                 "memory": values["memory"],
             },
         )
@@ -147,6 +153,14 @@ def _show_turns(console: Any, turns: list[dict[str, Any]]) -> None:
         speed = "" if turn["tpot_ms"] is None else f", {turn['tpot_ms']:.2f} ms per token, {turn['hit_rate']:.1%} hits"
         size = f"{turn['tokens']} tokens after {turn['prompt_tokens']} prompt tokens"
         console.print(f"turn {number}: {size}, first after {turn['ttft_ms']:.1f} ms{speed} (measured)")
+
+
+def shadow_facts(true_recall: dict[int, float]) -> dict[str, str]:
+    """True recall of speculated layers, if it was measured."""
+    if not true_recall:
+        return {}
+    shown = ", ".join(f"{layer}: {share:.1%}" for layer, share in true_recall.items())
+    return {"true experts among the executed, by MoE layer": shown}
 
 
 def _escape(text: str) -> str:

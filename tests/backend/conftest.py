@@ -13,7 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from tiny_models import CONTEXT, save_tiny
+from tiny_models import CONTEXT, save_calibration, save_tiny
 
 from foreload.backend.engine import Engine, EngineOptions
 from foreload.backend.models.checkpoint import Checkpoint
@@ -31,6 +31,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def spoilt(tiny: Path, tmp_path: Path) -> Path:
     """A copy of the tiny model to change."""
     return shutil.copytree(tiny, tmp_path / "spoilt")
+
+
+@pytest.fixture(scope="session")
+def calibration(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a made-up calibration of the tiny model; not to be changed."""
+    return save_calibration(tmp_path_factory.mktemp("calibration") / "tiny", tiny)
 
 
 def made_up_costs(settings: Settings) -> SplitCosts:

@@ -10,6 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from foreload.backend.models.checkpoint import Checkpoint
+from foreload.backend.predict.calibration import Calibration, CalibrationMeta
+from foreload.backend.predict.network import Estimator
 from foreload.budget import fixed_bytes
 from foreload.settings import Settings, staging_slots
 from foreload.shape import ModelShape
@@ -74,6 +77,27 @@ def edit_weights(folder: Path, **tensors: torch.Tensor | None) -> Path:
             weights[name] = tensor
     save_file(weights, path)
     return path
+
+
+def save_calibration(folder: Path, model: Path, seed: int = 0, **meta: Any) -> Path:
+    """A made-up calibration of a tiny model in `folder`, whose every predictor says something else."""
+    checkpoint = Checkpoint.open(str(model))
+    layers, experts, hidden = checkpoint.shape.n_moe_layers, checkpoint.shape.experts, checkpoint.shape.hidden
+    torch.manual_seed(seed)
+    estimator = Estimator(hidden, experts, layers)
+    names: list[Any] = ["quasi_hidden", "estimator", "gate"]
+    hybrid = tuple(
+        tuple(None if layer <= depth else names[(layer + depth) % 3] for layer in range(layers)) for depth in range(4)
+    )
+    fields: dict[str, Any] = {
+        "model": checkpoint.name, "weights_hash": checkpoint.weights_hash, "moe_layers": layers, "experts": experts,
+        "hidden": hidden, "texts": ("made up",), "tokens": {"train": 1}, "seed": seed, "unseen_experts": 0,
+        "estimator": {}, "hybrid": hybrid, "recall": {}, "software": {},
+    }  # fmt: skip
+    made = CalibrationMeta(**{**fields, **meta})
+    dv, shared = torch.randn(layers, experts, hidden), torch.randn(layers, hidden) / 4
+    Calibration(made, dv, shared, estimator).save(folder)
+    return folder
 
 
 def vram_for(shape: ModelShape, slots: int, settings: Settings | None = None, context: int = CONTEXT) -> int:

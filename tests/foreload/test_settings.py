@@ -63,7 +63,7 @@ def test_round_trip(tmp_path: Path, chosen: Settings, suffix: str) -> None:
         ({"slots_per_layer": [1], "cache_ratio": 0.5}, "slots_per_layer and cache_ratio exclude each other"),
         ({"prefetch_depth": 1}, "prefetch_depth 1 does not go with predictor 'none'"),
         ({"predictor": "gate"}, "prefetch_depth 0 does not go with predictor 'gate'"),
-        ({"prefetch_depth": 3, "predictor": "gate"}, "field 'prefetch_depth' is 3"),
+        ({"prefetch_depth": 5, "predictor": "gate"}, "field 'prefetch_depth' is 5"),
         ({"eviction": "fifo", "miss_action": "wait"}, "(and 1 more)"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "backend"))
 
-from tiny_models import save_tiny
+from tiny_models import save_calibration, save_tiny
 
 from foreload.backend.engine import Engine, EngineOptions
 from foreload.backend.models.checkpoint import Checkpoint
@@ -23,7 +23,7 @@ from foreload.settings import Settings
 from foreload.shape import ModelShape
 
 RATE = 10**8
-EFFORT = replace(probes.QUICK, rounds=8, contexts=(1, 32), chunks=(1, 8), sizes=(1 << 14, 1 << 17), waits=(0, 50))
+EFFORT = replace(probes.QUICK, rounds=10, contexts=(1, 32), chunks=(1, 8), sizes=(1 << 14, 1 << 17), waits=(0, 50))
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Profiled:
 
     profile: HardwareProfile
     shape: ModelShape
+    calibrated: bool
     progress: list[tuple[str, int, int]]
     before: Settings
     after: Settings
@@ -52,13 +53,19 @@ def measure(model: str) -> Profiled:
         engine.brain.check_integrity()
         again = engine.generate([1, 2, 3], 6, stop=False).token_ids
         after = engine.settings
-        return Profiled(found, shape, calls, settings, after, engine.capacity, residents, (text, again))
+        return Profiled(
+            found, shape, engine.calibrated, calls, settings, after, engine.capacity, residents, (text, again)
+        )
 
 
 @pytest.fixture(scope="session", params=["tiny", "mini"])
 def profiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Profiled]:
     """A profile over an emulated link of 100 MB/s."""
-    model = str(save_tiny(tmp_path_factory.mktemp("models") / "tiny")) if request.param == "tiny" else "mini"
+    model = "mini"
+    if request.param == "tiny":
+        folder = save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+        save_calibration(folder / "calibration", folder)
+        model = str(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(probes, "QUICK", EFFORT)
         yield measure(model)

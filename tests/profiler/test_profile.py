@@ -14,6 +14,7 @@ from tiny_models import save_tiny, vram_for
 
 from foreload.backend.engine import Engine, EngineOptions
 from foreload.backend.models.checkpoint import Checkpoint
+from foreload.backend.predict import PREDICTORS
 from foreload.errors import BudgetError, UsageError
 from foreload.profiler import run, schema
 from foreload.profiler.probes import thread_counts
@@ -58,9 +59,12 @@ def test_the_contract_is_read() -> None:
 @pytest.mark.integration
 def test_every_probe_of_the_contract_is_there(profiled: Any) -> None:
     measured = profiled.profile
-    assert {m.probe for m in measured.measurements} == set(contract())
+    others = {m.probe for m in measured.measurements if m.probe.startswith("predict_")}
+    assert {m.probe for m in measured.measurements} - others == set(contract())
+    forms = {f"predict_{name}{form}" for name in PREDICTORS for form in ("", "_rolled")}
+    assert others == (forms - {"predict_gate"} if profiled.calibrated else set())
     for m in measured.measurements:
-        assert set(m.at) == contract()[m.probe], m.probe
+        assert set(m.at) == ({"depth"} if m.probe in others else contract()[m.probe]), m.probe
         assert m.source == "measured"
     points = [(m.probe, tuple(sorted(m.at.items()))) for m in measured.measurements]
     assert len(set(points)) == len(points)
@@ -85,7 +89,11 @@ def test_grids_cover_what_the_model_does(profiled: Any) -> None:
             assert [m.at["experts"] for m in measured.points(probe, threads=threads)] == experts
         shares = {(m.at["gpu"], m.at["cpu"]) for m in measured.points("both", threads=threads)}
         assert shares == {(g, c) for c in experts for g in experts if g + c <= shape.top_k}
-    assert [m.at["depth"] for m in measured.points("predict")] == [1, 2]
+    depths = list(range(1, min(4, shape.n_moe_layers - 1) + 1))
+    assert [m.at["depth"] for m in measured.points("predict")] == depths
+    if profiled.calibrated:
+        assert [m.at["depth"] for m in measured.points("predict_hybrid")] == depths
+        assert [m.at["depth"] for m in measured.points("predict_gate_rolled")] == depths[1:]
     assert [m.at["context"] for m in measured.points("attention")] == [1, 32]
 
 
