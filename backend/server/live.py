@@ -7,10 +7,9 @@ from dataclasses import asdict
 from fastapi import APIRouter
 from fastapi.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from foreload.backend.applied import Applied
-from foreload.backend.server.context import Context, context_of
+from foreload.backend.server.context import context_of
 from foreload.backend.server.errors import refusal, refuse
 from foreload.backend.server.metrics import CONTENT_TYPE, exposition
 from foreload.backend.server.openapi import answers, takes
@@ -33,7 +32,7 @@ async def health(request: Request) -> Response:
     return JSONResponse({"status": status}, 200 if status == "ok" else 503)
 
 
-@router.get("/metrics", responses=answers(200, 401))
+@router.get("/metrics", response_class=PlainTextResponse, responses=answers(200, 401))
 async def metrics(request: Request) -> Response:
     """Everything countable, as Prometheus reads it."""
     return Response(exposition(stats(context_of(request))), media_type=CONTENT_TYPE)
@@ -63,6 +62,8 @@ async def put_settings(request: Request) -> Response:
     context.pushes_waiting += 1
     try:
         async with context.pushing:
+            if (conflict := context.recording.conflict(wanted)) is not None:
+                return refusal(409, conflict, "recording")
             applied = await run_in_threadpool(context.engine.apply, wanted)
     except BudgetError as error:
         return refuse(error, 422, "does_not_fit")
@@ -70,11 +71,7 @@ async def put_settings(request: Request) -> Response:
         return refuse(error, 422, "invalid_settings")
     finally:
         context.pushes_waiting -= 1
-    return JSONResponse(_view(applied, context).model_dump(mode="json"))
-
-
-def _view(applied: Applied, context: Context) -> AppliedView:
-    return AppliedView.of(applied, context.engine)
+    return JSONResponse(AppliedView.of(applied, context.engine).model_dump(mode="json"))
 
 
 @router.post(

@@ -47,6 +47,10 @@ def _tokens(stats: StatsView) -> Iterator[Metric]:
     tokens.add_metric(["prompt"], stats.prompt_tokens)
     tokens.add_metric(["generated"], stats.generated_tokens)
     yield tokens
+    drafts = CounterMetricFamily("foreload_drafts", "Drafted tokens of requests that are over.", labels=["fate"])
+    drafts.add_metric(["accepted"], stats.drafts.accepted)
+    drafts.add_metric(["rejected"], stats.drafts.drafted - stats.drafts.accepted)
+    yield drafts
     for name, times, what in (
         ("foreload_tpot_seconds", stats.tpot, "Time per token after a request's first, over the latest."),
         ("foreload_ttft_seconds", stats.ttft, "Time to the first token, over the latest requests."),

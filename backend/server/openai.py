@@ -27,6 +27,7 @@ from foreload.backend.server.wire import SEED_LIMIT, ChatRequest, CompletionRequ
 from foreload.errors import UsageError
 
 router = APIRouter(prefix="/v1")
+ANSWERS = answers(200, 400, 401, 404, 429, 504, kinds=("text/event-stream",))
 DEFAULT_TOKENS = 16
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -40,7 +41,7 @@ async def models(request: Request) -> Response:
     return JSONResponse({"object": "list", "data": [entry]})
 
 
-@router.post("/completions", openapi_extra=takes(CompletionRequest), responses=answers(200, 400, 401, 404, 429))
+@router.post("/completions", openapi_extra=takes(CompletionRequest), responses=ANSWERS)
 async def completions(request: Request) -> Response:
     """Continue one or several prompts."""
     context = context_of(request)
@@ -50,7 +51,7 @@ async def completions(request: Request) -> Response:
     return await _answer(request, context, asked, ask, CompletionFormat)
 
 
-@router.post("/chat/completions", openapi_extra=takes(ChatRequest), responses=answers(200, 400, 401, 404, 429))
+@router.post("/chat/completions", openapi_extra=takes(ChatRequest), responses=ANSWERS)
 async def chat_completions(request: Request) -> Response:
     """Say the next message of a chat."""
     context = context_of(request)

@@ -42,12 +42,16 @@ def takes(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def answers(*statuses: int, model: type[BaseModel] | None = None) -> dict[int | str, dict[str, Any]]:
-    """`responses` of a route; `model` describes the answer to success."""
+def answers(
+    *statuses: int, model: type[BaseModel] | None = None, kinds: tuple[str, ...] = ()
+) -> dict[int | str, dict[str, Any]]:
+    """`responses` of a route; `model` describes the answer to success, which may be of other content types, `kinds`."""
     found: dict[int | str, dict[str, Any]] = {}
     posts = any(status in statuses for status in (400, 422))
     for status in sorted({*statuses, *ALWAYS, *(WITH_BODY if posts else ())}):
         found[status] = {"description": MEANINGS[status]}
+        if status == 200 and kinds:
+            found[status]["content"] = {kind: {"schema": {"type": "string"}} for kind in kinds}
         if status != 200:
             found[status]["model"] = ErrorBody
         elif model is not None:

@@ -14,6 +14,8 @@ from foreload.backend.observe import Observer, Routed
 from foreload.backend.recorder import USUAL_DEPTH, Recorder, Watched, columns, drafting, trace_meta, watched
 from foreload.backend.sampling import Sampling
 from foreload.errors import FileError, UsageError
+from foreload.settings import Settings
+from foreload.shape import ModelShape
 from foreload.traces.io import TraceWriter
 
 FLUSH_SECONDS = 5.0
@@ -58,8 +60,16 @@ class LiveRecording:
             meta = trace_meta(self._engine, [], Sampling(), columns(chosen, width), weights)
             sampling = drafting(self._engine.settings)  # how tokens are chosen is each request's own affair
             meta = meta.model_copy(update={"source": "foreload server", "sampling": sampling, "seed": -1})
-            self._active = _Active(self._engine, self._lock, TraceWriter(path, meta), chosen, width)
+            self._active = _Active(self._lock, TraceWriter(path, meta), chosen, width)
             return self._active.state
+
+    def conflict(self, settings: Settings) -> str | None:
+        """Why `settings` cannot be taken while a recording runs, if so. SettingsError if they do not fit the model."""
+        active, shape = self._active, self._engine.shape
+        if active is None or _held(settings, shape) == _held(self._engine.settings, shape):
+            return None
+        held = "drafts and speculated layers"
+        return f"a recording into {active.state.file} runs, whose {held} must stay as they are: stop it first"
 
     def stop(self) -> RecordingState:
         """Finish the file. UsageError if no recording runs; FileError if the file cannot be written."""
@@ -90,20 +100,17 @@ class LiveRecording:
             self.stop()
 
 
-def _speculated(engine: Engine) -> tuple[object, ...]:
-    """What a recording says about executed predictions, which must hold for all of it."""
-    layers = engine.settings.speculated(engine.shape)
-    return (layers, engine.settings.predictor if layers else "")
+def _held(settings: Settings, shape: ModelShape) -> tuple[object, ...]:
+    """What a recording says about itself as a whole."""
+    layers = settings.speculated(shape)
+    return drafting(settings), layers, settings.predictor if layers else ""
 
 
 class _Active(Recorder):
     """A recorder that may end in the middle of a request, and that no full disk takes down the request with it."""
 
-    def __init__(
-        self, engine: Engine, lock: threading.Lock, writer: TraceWriter, predictors: Watched, width: int
-    ) -> None:
+    def __init__(self, lock: threading.Lock, writer: TraceWriter, predictors: Watched, width: int) -> None:
         super().__init__(writer, predictors, width)
-        self._engine, self._speculated = engine, _speculated(engine)
         self.writer = writer
         self.closed = False
         self.error: FileError | None = None
@@ -121,8 +128,6 @@ class _Active(Recorder):
             if self.closed or self.error is not None:
                 return
             try:
-                if _speculated(self._engine) != self._speculated:
-                    raise FileError(f"{self.writer.path}: speculate_layers has changed since the recording began")
                 super().routed(routed)
                 if time.monotonic() - self._flushed > FLUSH_SECONDS:
                     self.writer.flush()

@@ -52,6 +52,7 @@ class Statistics:
         self.finished = self.cancelled = self.failed = self.refused = 0
         self.prompt_tokens = self.generated_tokens = 0
         self.decode_tokens, self.decode_ns = 0, 0  # tokens after the first of their request, and the time between
+        self.steps = self.drafted = self.accepted = 0  # of requests that are over
         self.gaps_ns: deque[int] = deque(maxlen=RECENT_TOKENS)
         self.ttfts_ns: deque[int] = deque(maxlen=RECENT_TOKENS)
         self.times = KindTimes()
@@ -82,6 +83,10 @@ class Statistics:
         self.prompt_tokens += generation.prompt_tokens
         if generation.token_ids:
             self.ttfts_ns.append(generation.ttft_ns)
+        for step in generation.steps:
+            self.steps += 1
+            self.drafted += step.drafted
+            self.accepted += step.emitted - 1
 
     def took(self, seconds: float) -> None:
         """A request was over so long after its arrival."""

@@ -13,6 +13,7 @@ from foreload.backend.policy.state import DECODE, KEPT
 from foreload.backend.server.context import Context
 from foreload.backend.server.statistics import STALLS, Snapshot
 from foreload.backend.server.views import (
+    Drafts,
     Experts,
     LayerView,
     RecordingView,
@@ -56,6 +57,13 @@ def stats(context: Context) -> StatsView:
         ttft=times(list(seen.ttfts_ns)),
         recent=experts(first, now, engine.expert_bytes),
         total=experts(seen.start, now, engine.expert_bytes),
+        drafts=Drafts(
+            steps=seen.steps,
+            drafted=seen.drafted,
+            accepted=seen.accepted,
+            acceptance=_rate(seen.accepted, seen.drafted),
+            tokens_per_step=_rate(seen.steps + seen.accepted, seen.steps),
+        ),
         layers=layers(engine),
         recording=None if state is None else RecordingView(file=state.file, requests=state.requests, rows=state.rows),
     )

@@ -133,6 +133,16 @@ class Experts(BaseModel):
     time_ms_per_token: dict[str, float]  # of the decoding thread, by what it did
 
 
+class Drafts(BaseModel):
+    """Speculative decoding in requests that are over."""
+
+    steps: int
+    drafted: int
+    accepted: int
+    acceptance: float | None
+    tokens_per_step: float | None
+
+
 class LayerView(BaseModel):
     """One MoE layer, counted in decode since the start."""
 
@@ -174,5 +184,6 @@ class StatsView(BaseModel):
     ttft: Times  # from the beginning of the prompt's first chunk
     recent: Experts  # over the latest tokens
     total: Experts
+    drafts: Drafts
     layers: list[LayerView]
     recording: RecordingView | None

@@ -107,6 +107,10 @@ def _view(stats: dict[str, Any]) -> RenderableType:
         "copied": "-" if copied is None else f"{format_bytes(copied)} per token",
         "stalls per token": stalls,
     }
+    if stats["drafts"]["drafted"]:
+        rows["drafts"] = "{accepted} of {drafted} accepted, {tokens_per_step:.2f} tokens per step".format(
+            **stats["drafts"]
+        )
     if stats["recording"] is not None:
         rows["recording"] = "{file}: {requests} requests, {rows} rows".format(**stats["recording"])
     parts: list[RenderableType] = [facts("engine", rows, f"measured; rates over the last {recent['tokens']} tokens")]
