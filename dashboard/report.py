@@ -35,6 +35,9 @@ KIND_NAMES = {
     "wait_cpu": "wait for the CPU",
     "wait_gpu": "GPU still busy",
     "wake": "wake up",
+    "cold": "slower after a wait",
+    "interrupt": "interrupted by a copy",
+    "head": "output head",
 }
 SHOWN = 8  # candidates before the rest is folded away
 NOISY_PCT = 20.0

@@ -149,7 +149,7 @@ def assign(target: Target, parsed: Parsed, found: Sequence[Rule], name: str, war
     for tensor in gguf_tensors(target.shape):
         rule = first_hit(found, tensor.name)
         device = rule.device if rule else rest.device(tensor)
-        because = f"{rule.flag} {rule.pattern}" if rule else "-ngl" if device != "CPU" else "default"
+        because = (rule.because if rule else None) or ("-ngl" if device != "CPU" else "default")
         placed.append(Placed(tensor.name, tensor.layer, tensor.role, device, target.size(tensor.weights), because))
     return Explanation(
         name, tuple(placed), (*warnings, *spelling_warnings(target.shape, found)), _caches(parsed, target)

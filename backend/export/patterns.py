@@ -23,6 +23,11 @@ class Rule:
     device: str
     flag: str
 
+    @property
+    def because(self) -> str:
+        """As an explanation names it: a rule of one's own by its pattern, a flag that makes rules by the flag."""
+        return f"{self.flag} {self.pattern}" if self.flag == "-ot" else self.flag
+
     def hits(self, name: str) -> bool:
         """Whether the tensor's name holds a match."""
         return re.search(self.pattern, name) is not None

@@ -14,6 +14,7 @@ import typer
 
 from foreload.cli import (
     calibrate,
+    dashboard,
     demo,
     export,
     live,
@@ -46,6 +47,7 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "tune": tune.tune,
     "validate": validate.validate,
     "export": export.export,
+    "dashboard": dashboard.dashboard,
     "report": report.report,
 }
 GROUPS: Mapping[str, typer.Typer] = {"trace": trace.app}

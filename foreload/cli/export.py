@@ -76,6 +76,7 @@ def export(
     if (settings is None) == (check is None):
         raise UsageError("give a settings file to export, or --check with a command line: one of them")
     shape, name, histogram = _model(model, trace, settings)
+    name = name.removeprefix("shape:")
     target = Target(
         shape=shape,
         settings=Settings() if settings is None else Settings.load(settings),

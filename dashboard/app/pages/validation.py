@@ -1,0 +1,72 @@
+"""How far predictions are off: predicted beside measured."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pandas as pd
+import streamlit as st
+
+from foreload.dashboard.app import figures, labels
+from foreload.dashboard.app.controls import View
+
+NEEDED = {"settings", "predicted_ms", "measured_ms", "error_pct", "spread_pct"}
+
+
+def page(view: View) -> None:
+    """Draw it."""
+    st.header("Validation", anchor=False)
+    found = _chosen(view)
+    if found is None:
+        return
+    summary, rows = found["summary"], found["rows"]
+    tiles = st.columns(4)
+    values = {
+        "Error, median": f"{summary['p50_error_pct']:.1f} %",
+        "Error, one of ten": f"{summary['p90_error_pct']:.0f} %",
+        "Worst": f"{summary['worst_error_pct']:+.0f} %",
+        "Chosen by prediction": "the best" if not summary["regret_pct"] else f"{summary['regret_pct']:.1f} % slower",
+    }
+    for tile, (name, value) in zip(tiles, values.items(), strict=True):
+        with tile:
+            st.metric(name, value, border=True, height="stretch")
+    st.plotly_chart(figures.scatter(rows), config=figures.CONFIG, key="scatter")
+    rate = found.get("emulated_link_bytes_per_s")
+    link = f", link emulated at {rate / 1e6:g} MB/s" if rate else ""
+    st.caption(
+        f"{found['model']} on {found['machine']}{link}, {found['profile_date'][:10]}; measured: median of "
+        f"{found['repeats']} turns {labels.badge('measured', 'simulated')}"
+    )
+    table = pd.DataFrame(rows)[["settings", "predicted_ms", "measured_ms", "error_pct", "spread_pct"]]
+    number = st.column_config.NumberColumn
+    st.dataframe(
+        table.sort_values("error_pct", key=abs, ascending=False),
+        hide_index=True,
+        column_config={
+            "settings": st.column_config.TextColumn("settings", width="large"),
+            "predicted_ms": number("predicted, ms", format="%.3f"),
+            "measured_ms": number("measured, ms", format="%.3f"),
+            "error_pct": number("error, %", format="%+.1f"),
+            "spread_pct": number("spread of turns, %", format="%.1f"),
+        },
+    )
+
+
+def _chosen(view: View) -> dict[str, Any] | None:
+    """The source's own validation, or one that is handed over."""
+    if view.data.validation is not None:
+        return view.data.validation
+    st.info(f"Nobody has measured settings on {view.data.profile.meta.machine} yet. This does, and writes a file:")
+    st.code("foreload validate MODEL --profile profile.json --trace trace.parquet --out validation.json", language="sh")
+    file = st.file_uploader("What it wrote", type="json")
+    if file is None:
+        return None
+    try:
+        found = json.loads(file.getvalue())
+        if not found["rows"] or not all(row.keys() >= NEEDED for row in found["rows"]) or "summary" not in found:
+            raise KeyError("rows")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        st.error(f"{file.name}: not a file that `foreload validate --out` writes")
+        return None
+    return dict(found)
