@@ -7,7 +7,7 @@ from pathlib import Path
 
 from foreload.backend.models.checkpoint import Checkpoint
 from foreload.backend.models.decoder import Decoder
-from foreload.backend.predict import Predictor, make_predictor, needs_calibration, refusal
+from foreload.backend.predict import PREDICTORS, Predictor, make_predictor, needs_calibration, refusal
 from foreload.backend.predict.calibration import META, Calibration, check_model, read_meta
 from foreload.settings import Settings
 
@@ -75,7 +75,7 @@ class Predictors:
         """The predictor `settings` ask for; None if they predict nothing from gates."""
         if not settings.uses_calibration:
             self._calibration = None
-        if settings.predictor == "none":
+        if settings.predictor not in PREDICTORS:
             return None
         return self.make(settings.predictor, settings.prefetch_rolled)
 
