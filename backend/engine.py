@@ -16,6 +16,7 @@ import psutil
 import torch
 
 from foreload.backend.applied import Applied, Watch
+from foreload.backend.experts.check import check_placement
 from foreload.backend.experts.cpu import make_cpu_experts
 from foreload.backend.experts.link import CudaLink, HostLink, Link
 from foreload.backend.experts.pool import SlotPool
@@ -119,6 +120,7 @@ class Engine:
         self.pool = SlotPool(self.shape, self.device, dtype)
         self.pool.grow(self.brain.slots)
         self.slab = HostSlab(checkpoint, dtype, options.device == "cuda", progress)  # last: it takes the longest
+        check_placement(checkpoint, self.slab, self.pool, decoder, self.device)
         self.cpu = make_cpu_experts(self.slab, self._workers(settings))
         link = self.make_link()
         self.copies = CopyThread(self.brain, self.slab, self.pool, link)

@@ -61,7 +61,7 @@ def read_mapping(path: Path, what: str) -> dict[str, Any]:
     try:
         text = raw.decode("utf-8")
         value = tomllib.loads(text) if Path(path).suffix == ".toml" else json.loads(text)
-    except (UnicodeDecodeError, ValueError) as error:
+    except (UnicodeDecodeError, ValueError, RecursionError) as error:
         raise FileError(
             f"{path}: {what} is not valid {'TOML' if Path(path).suffix == '.toml' else 'JSON'}: {error}"
         ) from error

@@ -15,12 +15,13 @@ from torch import Tensor
 from foreload.assets import ASSETS
 from foreload.backend.byte_tokenizer import ByteTokenizer
 from foreload.backend.models import deepseek, gpt_oss, mixtral, qwen
-from foreload.backend.models.config import ConfigFields
+from foreload.backend.models.config import ConfigFields, shown
 from foreload.backend.models.family import ExpertLayout, ExpertPart, Family
 from foreload.backend.models.folder import WeightFolder
+from foreload.backend.models.packed import MX_BLOCK, Mxfp4
 from foreload.backend.models.published import SCHEME, published_config, published_names
 from foreload.backend.models.random_weights import RandomWeights
-from foreload.backend.models.source import Wanted, WeightSource
+from foreload.backend.models.source import Found, Wanted, WeightSource
 from foreload.backend.models.tensors import global_tensors, layer_tensors
 from foreload.backend.tokenizer import TextTokenizer
 from foreload.errors import FileError, UsageError
@@ -52,13 +53,16 @@ def read_shape(config: dict[str, object], source: str) -> tuple[Family, ModelSha
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
         known = ", ".join(FAMILIES)
-        raise FileError(f"{source}: model_type {config.get('model_type')!r} is not known: known are {known}")
+        raise FileError(f"{source}: model_type {shown(config.get('model_type'))} is not known: known are {known}")
     fields = ConfigFields(config, source)
     quantised = fields.section("quantization_config")
     if quantised is not None and quantised.get("quant_method") not in family.formats:
         known = " or ".join(family.formats) or "none"
         raise quantised.refuse("quant_method", f"{family.model_type} can be read in float or {known}")
     shape = family.shape(fields)
+    if _stored(config) == "mxfp4" and (shape.hidden % MX_BLOCK or shape.expert_width % MX_BLOCK):
+        sizes = f"{shape.hidden} and {shape.expert_width}"
+        raise FileError(f"{source}: experts of {sizes}: MXFP4 needs multiples of {MX_BLOCK}")
     if shape.top_k > shape.experts:
         raise FileError(f"{source}: {shape.top_k} experts per token of {shape.experts}: the first must not be larger")
     return family, shape
@@ -141,6 +145,7 @@ class Checkpoint:
             wanted += [self._wanted(layer, name, size) for name, size in layer_tensors(self.shape, layer).items()]
         for one, tensor in self.source.read(wanted, device):
             layer, name = one.tag
+            assert isinstance(tensor, Tensor)
             yield layer, name, tensor
 
     def _wanted(self, layer: int | None, name: str, size: tuple[int, ...]) -> Wanted:
@@ -150,6 +155,11 @@ class Checkpoint:
 
     def read_experts(self, device: torch.device | None = None) -> Iterator[tuple[int, int, ExpertPart, Tensor]]:
         """All parts of all routed experts, as (MoE layer, expert, part, float tensor [out, in] or bias [out])."""
+        for at, expert, part, found in self.read_stored(device):
+            yield at, expert, part, found.floats() if isinstance(found, Mxfp4) else found
+
+    def read_stored(self, device: torch.device | None = None) -> Iterator[tuple[int, int, ExpertPart, Found]]:
+        """As `read_experts`, but matrices that are stored as MXFP4 come packed, as they are."""
         layout, shape = self.layout, self.shape
         sizes = expert_sizes(shape)
         wanted = []
@@ -164,7 +174,7 @@ class Checkpoint:
                     wanted.append(Wanted(name, size, (at, expert, part, turned), index, stored))
         for one, tensor in self.source.read(wanted, device):
             at, expert, part, turned = one.tag
-            yield at, expert, part, tensor.T if turned else tensor
+            yield at, expert, part, tensor.T if turned and isinstance(tensor, Tensor) else tensor
 
     def check_names(self) -> None:
         """FileError naming the first tensor that is needed and that neither index nor headers know."""
@@ -183,6 +193,12 @@ class Checkpoint:
     def _check(self, name: str) -> None:
         if not self.source.has(name):
             raise FileError(f"{self.source.where}: tensor {name!r} is missing from the weights")
+
+    def expert_name(self, at: int, expert: int) -> str:
+        """What errors call an expert: the name of its first tensor."""
+        pattern = next(iter(self.layout.parts.values()))
+        name = pattern.format(layer=self.shape.moe_layers[at], expert=expert)
+        return f"{name}[{expert}]" if self.layout.stacked else name
 
     def expert_parts(self) -> int:
         """Number of tensors that `read_experts` yields."""

@@ -7,6 +7,11 @@ from typing import Any
 
 from foreload.errors import FileError
 
+LONGEST_SHOWN = 100
+LARGEST = 1e15
+MOST, MOST_LAYERS, MOST_EXPERTS = 1 << 31, 4096, 32767
+"""What a configuration may ask for. Experts are recorded as int16."""
+
 
 class ConfigFields:
     """A `config.json` whose fields are read by name and type. Absent fields get a default only where one is stated."""
@@ -20,8 +25,12 @@ class ConfigFields:
         """A finite number; FileError if missing without a default, or not a number."""
         value = self._values.get(name)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
             raise self.refuse(name, "a number is needed")
+        if abs(value) == math.inf:
+            raise self.refuse(name, "a finite number is needed")
+        if abs(value) > LARGEST:
+            raise self.refuse(name, f"a number up to {LARGEST:g} is needed")
         return value
 
     def positive(self, name: str, default: float | None = None) -> float:
@@ -31,11 +40,13 @@ class ConfigFields:
             raise self.refuse(name, "a number above 0 is needed")
         return float(value)
 
-    def count(self, name: str, default: int | None = None, least: int = 1) -> int:
-        """A whole number of at least `least`; FileError otherwise."""
+    def count(self, name: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
+        """A whole number from `least` to `most`; FileError otherwise."""
         value = self.number(name, default)
         if value != int(value) or value < least:
             raise self.refuse(name, f"a whole number above {least - 1} is needed")
+        if value > most:
+            raise self.refuse(name, f"a whole number up to {most} is needed")
         return int(value)
 
     def flag(self, name: str, default: bool | None = None) -> bool:
@@ -67,7 +78,15 @@ class ConfigFields:
 
     def refuse(self, name: str, accepted: str) -> FileError:
         """The error that says `name` has a value that cannot be run."""
-        return FileError(f"{self._source}: field {self._prefix + name!r} is {self._values.get(name)!r}: {accepted}")
+        return FileError(
+            f"{self._source}: field {self._prefix + name!r} is {shown(self._values.get(name))}: {accepted}"
+        )
+
+
+def shown(value: Any) -> str:
+    """A value as errors show it: as Python spells it, cut if that is long."""
+    text = repr(value)
+    return text if len(text) <= LONGEST_SHOWN else text[: LONGEST_SHOWN - 3] + "..."
 
 
 def _spelt(value: Any) -> str:

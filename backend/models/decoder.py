@@ -5,6 +5,7 @@ One sequence. Layers are counted among the MoE layers: what stands before one wi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -143,12 +144,18 @@ class Decoder:
     @property
     def dense_bytes(self) -> int:
         """Bytes of weights, and of keys and values, on the device."""
-        tensors = [self.embedding, self.final_norm, *self._rotary]
+        return sum(tensor.numel() * tensor.element_size() for _, tensor in self.named_tensors())
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All tensors, each once, with where they belong."""
+        yield from (("embedding", self.embedding), ("final norm", self.final_norm))
+        yield from (("rotary table", table) for table in self._rotary)
         if not self.shape.tied_embeddings:
-            tensors.append(self.head_weight)
-        for block in [*self.layers, *self._after]:
-            tensors += block.tensors()
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            yield "output head", self.head_weight
+        for at, layer in enumerate(self.layers):
+            yield from ((f"a tensor of MoE layer {at}", tensor) for tensor in layer.tensors())
+        for block in self._after:
+            yield from (("a tensor after the last MoE layer", tensor) for tensor in block.tensors())
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """token_ids [n] -> [n, hidden]."""

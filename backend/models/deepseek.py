@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from foreload.backend.models.config import ConfigFields
+from foreload.backend.models.config import MOST_EXPERTS, MOST_LAYERS, ConfigFields
 from foreload.backend.models.family import LAYER, Family
 from foreload.backend.models.rope import read_rope
 from foreload.shape import Latent, ModelShape, Scoring
@@ -54,9 +54,13 @@ def _moe_layers(config: ConfigFields, layers: int) -> tuple[int, ...]:
 
 def _shape(config: ConfigFields, family: str, scoring: Scoring, **more: Any) -> ModelShape:
     config.only("hidden_act", ("silu",))
-    layers, latent, rope = config.count("num_hidden_layers"), _latent(config), read_rope(config, latent=True)
+    layers, latent, rope = (
+        config.count("num_hidden_layers", most=MOST_LAYERS),
+        _latent(config),
+        read_rope(config, latent=True),
+    )
     moe_layers, heads = _moe_layers(config, layers), config.count("num_attention_heads")
-    experts, top_k = config.count("n_routed_experts"), config.count("num_experts_per_tok")
+    experts, top_k = config.count("n_routed_experts", most=MOST_EXPERTS), config.count("num_experts_per_tok")
     expert_width, shared = config.count("moe_intermediate_size"), config.count("n_shared_experts")
     return ModelShape(
         family=family,
@@ -93,7 +97,7 @@ def deepseek_v2(config: ConfigFields) -> ModelShape:
     config.only("mlp_bias", (False,))
     config.only("norm_topk_prob", (False,), "implementations of this family differ in what true does: ")
     config.only("topk_method", ("greedy", "group_limited_greedy"))
-    experts, top_k = config.count("n_routed_experts"), config.count("num_experts_per_tok")
+    experts, top_k = config.count("n_routed_experts", most=MOST_EXPERTS), config.count("num_experts_per_tok")
     grouped = config.get("topk_method") == "group_limited_greedy"
     groups = _groups(config, experts, top_k, 1) if grouped else {}
     return _shape(config, "deepseek_v2", "softmax_topk", normalise_weights=False, **groups)
@@ -102,7 +106,7 @@ def deepseek_v2(config: ConfigFields) -> ModelShape:
 def _biased(config: ConfigFields, family: str) -> ModelShape:
     config.only("scoring_func", ("sigmoid",))
     config.only("topk_method", ("noaux_tc",))
-    experts, top_k = config.count("n_routed_experts"), config.count("num_experts_per_tok")
+    experts, top_k = config.count("n_routed_experts", most=MOST_EXPERTS), config.count("num_experts_per_tok")
     return _shape(
         config,
         family,

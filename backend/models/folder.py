@@ -14,8 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from foreload.backend.models.packed import MX_BLOCK, MX_BYTES, MX_NAN, unpack_fp8, unpack_mxfp4
-from foreload.backend.models.source import Wanted
+from foreload.backend.models.packed import MX_BLOCK, MX_BYTES, MX_NAN, Mxfp4, unpack_fp8
+from foreload.backend.models.source import Found, Wanted
 from foreload.errors import FileError
 from foreload.files import read_mapping
 
@@ -94,8 +94,8 @@ class WeightFolder:
                 raise FileError(f"{path}: weights cannot be read: {error.strerror or error}") from error
         return digest.hexdigest()[:16]
 
-    def read(self, wanted: Sequence[Wanted], device: torch.device | None = None) -> Iterator[tuple[Wanted, Tensor]]:
-        """The wanted tensors as floats on the CPU, file by file; FileError for one that is missing, odd or corrupt."""
+    def read(self, wanted: Sequence[Wanted], device: torch.device | None = None) -> Iterator[tuple[Wanted, Found]]:
+        """The wanted tensors on the CPU, file by file; FileError for one that is missing, odd or corrupt."""
         by_file: dict[Path, list[Wanted]] = {}
         for one in wanted:
             by_file.setdefault(self._file(_main(one)), []).append(one)
@@ -118,7 +118,7 @@ class WeightFolder:
             opened[path] = _Shard(path, stack.enter_context(_opened(path)))
         return opened[path]
 
-    def _one(self, one: Wanted, opened: dict[Path, _Shard], stack: ExitStack) -> Tensor:
+    def _one(self, one: Wanted, opened: dict[Path, _Shard], stack: ExitStack) -> Found:
         name = _main(one)
         shard = self._shard(name, opened, stack)
         if one.stored == "mxfp4":
@@ -134,7 +134,7 @@ class WeightFolder:
         return tensor
 
     @staticmethod
-    def _mxfp4(one: Wanted, shard: _Shard, other: _Shard) -> Tensor:
+    def _mxfp4(one: Wanted, shard: _Shard, other: _Shard) -> Mxfp4:
         rows, columns = one.size
         if columns % MX_BLOCK:
             raise FileError(
@@ -145,7 +145,7 @@ class WeightFolder:
         scales = other.part(one.name + "_scales", (rows, groups), one.index, ("U8",))
         if bool((scales == MX_NAN).any()):
             raise FileError(f"{other.path}: tensor {one.name + '_scales'!r} holds NaN")
-        return unpack_mxfp4(blocks, scales)
+        return Mxfp4(blocks, scales)
 
 
 class _Shard:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,17 @@ def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     halves = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
     values = table[halves.int()]
     return torch.ldexp(values, scales.int()[..., None] - MX_BIAS).flatten(-2)
+
+
+class Mxfp4(NamedTuple):
+    """A matrix [rows, 32 b] as it is stored."""
+
+    blocks: Tensor  # uint8 [rows, b, 16]
+    scales: Tensor  # uint8 [rows, b]
+
+    def floats(self) -> Tensor:
+        """What it stands for, fp32 [rows, 32 b]."""
+        return unpack_mxfp4(self.blocks, self.scales)
 
 
 def unpack_fp8(weight: Tensor, scales: Tensor, tile: tuple[int, int]) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from foreload.backend.models.config import ConfigFields
+from foreload.backend.models.config import MOST_EXPERTS, MOST_LAYERS, ConfigFields
 from foreload.backend.models.family import LAYER, Family
 from foreload.backend.models.rope import read_rope
 from foreload.shape import ModelShape
@@ -23,7 +23,7 @@ def common(config: ConfigFields) -> dict[str, Any]:
         raise config.refuse("num_key_value_heads", f"a divisor of the {heads} attention heads is needed")
     if head_dim % 2:
         raise config.refuse("head_dim", "an even number is needed")
-    layers, rope = config.count("num_hidden_layers"), read_rope(config)
+    layers, rope = config.count("num_hidden_layers", most=MOST_LAYERS), read_rope(config)
     return {
         "layers": layers,
         "moe_layers": tuple(range(layers)),
@@ -44,7 +44,7 @@ def common(config: ConfigFields) -> dict[str, Any]:
 def expert_count(config: ConfigFields) -> int:
     """The number of experts, in either spelling; FileError if both are there and differ."""
     names = [name for name in ("num_experts", "num_local_experts") if config.get(name) is not None]
-    counts = {config.count(name) for name in names or ["num_experts"]}
+    counts = {config.count(name, most=MOST_EXPERTS) for name in names or ["num_experts"]}
     if len(counts) > 1:
         raise config.refuse("num_local_experts", f"num_experts says {config.count('num_experts')}")
     return counts.pop()

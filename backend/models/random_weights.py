@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from foreload.backend.models.packed import MX_BIAS, MX_BLOCK, MX_BYTES, unpack_mxfp4
-from foreload.backend.models.source import Wanted
+from foreload.backend.models.packed import MX_BIAS, MX_BLOCK, MX_BYTES, Mxfp4
+from foreload.backend.models.source import Found, Wanted
 
 SMALL = 0.02
 """Spread of biases."""
@@ -40,12 +39,12 @@ class RandomWeights:
         """Sixteen hex digits of the seed."""
         return hashlib.sha256(f"random {self._seed}".encode()).hexdigest()[:16]
 
-    def read(self, wanted: Sequence[Wanted], device: torch.device | None = None) -> Iterator[tuple[Wanted, Tensor]]:
+    def read(self, wanted: Sequence[Wanted], device: torch.device | None = None) -> Iterator[tuple[Wanted, Found]]:
         """The wanted tensors on `device` (default: the CPU)."""
         for one in wanted:
             yield one, self._make(one, device or torch.device("cpu"))
 
-    def _make(self, one: Wanted, device: torch.device) -> Tensor:
+    def _make(self, one: Wanted, device: torch.device) -> Found:
         if one.name.endswith("norm.weight"):
             return torch.ones(one.size, device=device, dtype=torch.bfloat16)
         place = "" if one.index is None else f" {one.index[0]}"
@@ -59,9 +58,9 @@ class RandomWeights:
         return made.mul_(spread).to(torch.bfloat16)
 
     @staticmethod
-    def _packed(size: tuple[int, ...], fan_in: int, generator: torch.Generator) -> Tensor:
+    def _packed(size: tuple[int, ...], fan_in: int, generator: torch.Generator) -> Mxfp4:
         shape = (size[0], size[1] // MX_BLOCK)
         made = torch.randint(256, (*shape, MX_BYTES), generator=generator, device=generator.device, dtype=torch.uint8)
         exponent = round(torch.tensor(fan_in**-0.5 / _E2M1_SPREAD).log2().item())
         scales = torch.full(shape, MX_BIAS + exponent, device=generator.device, dtype=torch.uint8)
-        return unpack_mxfp4(made, scales).to(torch.bfloat16)
+        return Mxfp4(made, scales)

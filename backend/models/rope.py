@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foreload.backend.models.config import ConfigFields
+from foreload.backend.models.config import ConfigFields, shown
 from foreload.shape import ModelShape, Yarn
 
 ROPE_TYPES = ("default", "yarn")
@@ -31,12 +31,12 @@ def read_rope(config: ConfigFields, latent: bool = False) -> Rope:
     where = "rope_scaling" if config.section("rope_scaling") is not None else "rope_parameters"
     section = config.section(where)
     if section is None:
-        return Rope(config.positive("rope_theta"), None)
+        return Rope(_theta(config), None)
     kind = section.get("rope_type") or section.get("type") or ("default" if section.get("factor") is None else None)
     if kind not in ROPE_TYPES:
-        raise config.refuse(where, f"rotary embedding {kind!r} is not known: known are {', '.join(ROPE_TYPES)}")
+        raise config.refuse(where, f"rotary embedding {shown(kind)} is not known: known are {', '.join(ROPE_TYPES)}")
     places = [place for place in (section, config.section("rope_parameters"), config) if place is not None]
-    theta = next((place for place in places if place.get("rope_theta") is not None), section).positive("rope_theta")
+    theta = _theta(next((place for place in places if place.get("rope_theta") is not None), section))
     for fields in (section, config):
         if fields.number("partial_rotary_factor", 1.0) != 1.0:
             raise fields.refuse("partial_rotary_factor", "1 is needed")
@@ -58,6 +58,13 @@ def read_rope(config: ConfigFields, latent: bool = False) -> Rope:
             _mscale(factor, every) ** 2 if latent and every else 1.0,
         ),
     )
+
+
+def _theta(place: ConfigFields) -> float:
+    theta = place.positive("rope_theta")
+    if theta <= 1:
+        raise place.refuse("rope_theta", "a number above 1 is needed")
+    return theta
 
 
 def _mscale(factor: float, mscale: float) -> float:

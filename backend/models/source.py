@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from foreload.backend.models.family import Stored
+from foreload.backend.models.packed import Mxfp4
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """One tensor to read, as a float tensor of `size`; `tag` comes back with it.
+    """One tensor of `size` to read; `tag` comes back with it.
 
     With `index` (i, n) it is entry i of a tensor that stacks n. Stored as mxfp4, `name` is followed by `_blocks` and
-    `_scales`.
+    `_scales`, and it comes packed.
     """
 
     name: str
@@ -26,6 +27,10 @@ class Wanted:
     tag: Any
     index: tuple[int, int] | None = None
     stored: Stored = "float"
+
+
+Found = Tensor | Mxfp4
+"""A tensor of floats, or packed as it is stored."""
 
 
 class WeightSource(Protocol):
@@ -38,8 +43,8 @@ class WeightSource(Protocol):
     def has(self, name: str) -> bool:
         """Whether there is a tensor of that name."""
 
-    def read(self, wanted: Sequence[Wanted], device: torch.device | None) -> Iterator[tuple[Wanted, Tensor]]:
-        """The wanted tensors as floats, in any order; FileError for one that is missing, odd or corrupt."""
+    def read(self, wanted: Sequence[Wanted], device: torch.device | None) -> Iterator[tuple[Wanted, Found]]:
+        """The wanted tensors as floats, or packed, in any order; FileError for one that is missing, odd or corrupt."""
 
     def files(self) -> list[Path]:
         """The files read from, sorted."""

@@ -105,7 +105,13 @@ def test_missing_folder_lists_the_bundled_models(tmp_path: Path) -> None:
 @pytest.mark.unit
 @pytest.mark.parametrize(
     ("text", "said"),
-    [(None, "cannot be read: No such file"), ("{", "is not valid JSON"), ("[]", "must be an object"), ("\xff", "JSON")],
+    [
+        (None, "cannot be read: No such file"),
+        ("{", "is not valid JSON"),
+        ("[" * 100_000, "is not valid JSON"),
+        ("[]", "must be an object"),
+        ("\xff", "JSON"),
+    ],
 )
 def test_unreadable_configuration(spoilt: Path, text: str | None, said: str) -> None:
     path = spoilt / "config.json"

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from foreload.backend.engine import Engine, EngineOptions
 from foreload.backend.models.checkpoint import Checkpoint
+from foreload.backend.speculate.base import Proposal
+from foreload.backend.speculate.ngram import NgramDrafter
 from foreload.settings import Settings
 
 PROMPT = torch.randint(VOCAB, (23,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -115,6 +117,40 @@ def test_offload(
     models: dict[str, tuple[Any, Path]], name: str, settings: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check(*models[name], SETTINGS[settings], monkeypatch)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", ["gpt_oss", "mixtral_window", "deepseek_v3", "qwen3_dense_between", "olmoe"])
+def test_drafts(models: dict[str, tuple[Any, Path]], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verify steps roll back what was rejected: the logits of what was kept are still those of the reference."""
+    model, folder = models[name]
+    right = Watched(folder, SETTINGS["half"], monkeypatch).run()
+
+    def propose(_: Any, text: list[int], gamma: int, __: Any) -> Proposal:
+        """The true continuation with one wrong token, each time at another place."""
+        drafts = right[len(text) : len(text) + gamma]
+        return Proposal([(t + (n == len(text) % 4)) % VOCAB for n, t in enumerate(drafts)])
+
+    monkeypatch.setattr(NgramDrafter, "propose", propose)
+    settings = Settings.parse({"cache_ratio": 0.25, "draft": {"kind": "ngram", "gamma": 5}})
+    watched = Watched(folder, settings, monkeypatch)
+    decode, steps = watched.engine.forward.decode, []
+
+    def watched_decode(token_ids: list[int], position: int) -> Tensor:
+        steps.append((token_ids, position, decode(token_ids, position)))
+        return steps[-1][2]
+
+    monkeypatch.setattr(watched.engine.forward, "decode", watched_decode)
+    assert watched.run() == right
+    logits, _ = reference_run(model, right)
+    rejected = 0
+    for fed, position, found in steps:
+        after = right[position : position + len(fed)]
+        kept = next((n for n, (a, b) in enumerate(zip(fed, after, strict=False)) if a != b), min(len(fed), len(after)))
+        rejected += len(fed) - kept
+        torch.testing.assert_close(found[:kept], logits[position : position + kept], atol=1e-4, rtol=0)
+    assert rejected > STEPS // 4
+    assert len(steps) < STEPS * 3 // 4
 
 
 @pytest.mark.integration
