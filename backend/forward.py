@@ -129,8 +129,8 @@ class Forward:
         """
         demand = demand_of(routed)
         actions = self._begin(at, demand, predicted)
-        self.marks.mark("plan", at)
         batch, experts = Batch(h, demand), demand.experts.tolist()
+        self.marks.mark("plan", at)
         on_cpu = [i for i, action in enumerate(actions) if action == ACT_CPU]
         host_out = self._submit_cpu(at, [experts[i] for i in on_cpu], batch, on_cpu) if on_cpu else None
         used = []

@@ -15,7 +15,7 @@ from foreload.simulator.candidates import Candidate as Tried
 from foreload.simulator.clock import STALLS
 from foreload.simulator.result import SimResult
 from foreload.simulator.tune import TuneResult
-from foreload.traces.schema import DECODE, PREFILL, Trace
+from foreload.traces.schema import PREFILL, Trace
 
 Side = Literal["default", "tuned"]
 DECODE_PHASE = 0  # of SimResult.counters
@@ -116,7 +116,7 @@ def _candidate(tried: Tried, chosen: bool) -> Candidate:
 def run_meta(profile: HardwareProfile, trace: Trace, seed: int | None = None) -> RunMeta:
     """Provenance of a run on the profiled machine with this recording."""
     rate = profile.meta.emulated_link_bytes_per_s
-    prompt, decoded = int((trace.phase == PREFILL).sum()), int((trace.phase == DECODE).sum())
+    prompt, decoded = int((trace.phase == PREFILL).sum()), trace.decode_rows
     return RunMeta(
         model=trace.meta.model,
         shape_hash=trace.meta.shape_hash,

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from foreload.backend.engine import Engine
@@ -67,7 +68,7 @@ class Bench:
     def layer_step(
         self,
         layer: int,
-        experts: list[int],
+        experts: list[int] | NDArray[np.int64],
         context: int = 64,
         depth: int = 0,
         prefetched: list[int] | None = None,
@@ -76,20 +77,22 @@ class Bench:
     ) -> Spans:
         """One whole layer-step of decode on random input, its experts chosen; microseconds per kind of block.
 
-        `predictor` (default: the gate) looks `depth` layers ahead. `prefetched` experts of the next layer are copied
-        meanwhile. `wait_us` is waited first, as for a copy.
+        `experts` are those of one token, or [tokens, experts each] of a window, which ends at `context`. `predictor`
+        (default: the gate) looks `depth` layers ahead. `prefetched` experts of the next layer are copied meanwhile.
+        `wait_us` is waited first, as for a copy.
         Blocks run in the engine's order, so that each finds caches as it does in decode; on a GPU each starts idle.
         """
         decoder, forward, marks = self.decoder, self.engine.forward, Marks()
         forward.marks = marks
         with torch.inference_mode():
-            x = self.hidden()
+            routed = np.atleast_2d(np.asarray(experts, np.int64))
+            x = self.hidden(len(routed))
             self.start(marks)
             while wait_us and time.perf_counter_ns() < marks.since_ns + wait_us * 1000:
                 time.sleep(0)
             if wait_us:
                 marks.start()
-            r = decoder.attend(layer, x, min(context, decoder.context_tokens) - 1)
+            r = decoder.attend(layer, x, max(0, min(context, decoder.context_tokens) - len(routed)))
             self.end(marks, "attention")
             h = decoder.moe_input(layer, r)
             ids, weights = decoder.route(layer, h)
@@ -102,13 +105,13 @@ class Bench:
                 _ = [merge_predictions(of_layer) for of_layer in of_layers]
                 self.end(marks, "predict")
             predicted = [np.asarray(prefetched, np.int32)] if prefetched else []
-            out = r + forward.experts(layer, np.asarray([experts]), h, weights[:, : len(experts)], predicted)
+            out = r + forward.experts(layer, routed, h, weights[:, : routed.shape[1]], predicted)
             forward.finish()
             self.end(marks, "finish")
             if layer == self.shape.n_moe_layers - 1:
-                token = int(decoder.logits(out)[0].argmax())
+                tokens = decoder.logits(out).argmax(-1).tolist()
                 self.end(marks, "head")
-                decoder.embed(torch.tensor([token], device=self.engine.device))
+                decoder.embed(torch.tensor(tokens, device=self.engine.device))
                 self.end(marks, "embed")
         spans: Spans = {}
         for kind, _, _, begun, done in marks.spans:

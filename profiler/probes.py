@@ -82,7 +82,7 @@ def _block(bench: Bench, kind: str, at: int) -> Callable[[int], object]:
     blocks: dict[str, Callable[[int], object]] = {
         "attention": lambda i: decoder.attend(i % layers, x, at - 1),
         "route": lambda i: decoder.route(i % layers, decoder.moe_input(i % layers, x)),
-        "predict": lambda i: _predict(bench, bench.gate, i % spread, x, at),
+        "predict": lambda i: predicted(bench, bench.gate, i % spread, x, at),
         "experts_gpu": experts,
         "finish": lambda _: x + (x[0, :k, None] * out.float()).sum(0, keepdim=True).to(x.dtype),
         "head": lambda _: decoder.logits(x)[0].argmax(),
@@ -91,7 +91,7 @@ def _block(bench: Bench, kind: str, at: int) -> Callable[[int], object]:
     return blocks.get(kind, lambda _: None)
 
 
-def _predict(bench: Bench, predictor: Predictor, layer: int, x: Tensor, depth: int) -> Tensor:
+def predicted(bench: Bench, predictor: Predictor, layer: int, x: Tensor, depth: int) -> Tensor:
     """Experts predicted by made-up routing, on the device."""
     k = bench.shape.top_k
     ids = torch.arange(k, device=x.device)[None]
@@ -119,7 +119,7 @@ def predictions(bench: Bench, effort: Effort) -> Iterator[Measurement]:
                 samples.append(spans["predict"])
 
         def alone(i: int, p: Predictor = predictor, depth: int = depth, spread: int = spread) -> object:
-            return _predict(bench, p, i % spread, x, depth)
+            return predicted(bench, p, i % spread, x, depth)
 
         gpu_us = gpu_microseconds(alone, effort.rounds, device)
         yield summarise(f"predict_{predictor.key}", samples, gpu_us, depth=depth)

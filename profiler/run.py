@@ -13,7 +13,7 @@ import torch
 from foreload.backend.engine import Engine
 from foreload.errors import UsageError
 from foreload.machine import cores, cpu_name, machine_name, software
-from foreload.profiler import probes
+from foreload.profiler import probes, windows
 from foreload.profiler.bench import Bench
 from foreload.profiler.schema import HardwareProfile, Measurement, ProfileMeta
 from foreload.profiler.stats import host_samples
@@ -48,6 +48,7 @@ def profile(
         ("link", lambda: probes.link(bench, effort, plan_us())),
         ("experts on the CPU", lambda: probes.cpu_experts(bench, effort)),
         ("prefill", lambda: probes.prefill(bench, effort)),
+        ("verify steps", lambda: _windows(bench, effort)),
     )
     try:
         with torch.inference_mode():
@@ -62,6 +63,15 @@ def profile(
     if progress is not None:
         progress("done", len(groups), len(groups))
     return HardwareProfile(meta=_meta(engine, mode, noise), measurements=tuple(found))
+
+
+def _windows(bench: Bench, effort: probes.Effort) -> Iterator[Measurement]:
+    """Everything that only steps over several tokens need."""
+    rounds = max(4, effort.rounds // 5)
+    yield from windows.resident_windows(bench, rounds)
+    for threads in probes.thread_counts():
+        yield from windows.cpu_windows(bench, rounds, threads)
+    yield from windows.drafts(bench, rounds)
 
 
 def bench_settings(shape: ModelShape) -> Settings:

@@ -24,6 +24,17 @@ Probes (the names are a contract between profiler and cost model). `p50_us` is t
     prefill_layer   tokens                    attention, route and sum of one layer on a prompt chunk
     prefill_expert  tokens                    one resident expert on that many tokens
     cpu_expert      tokens                    one expert on one CPU thread on that many tokens, without hand-off
+    window_embed      tokens                  the block of that name in a step over that many tokens (1 to compare with)
+    window_attention  tokens                  the same, at one context
+    window_route      tokens                  the same
+    window_predict    tokens                  the same, one layer ahead
+    window_plan       tokens                  the same
+    window_finish     tokens                  the same
+    window_head       tokens                  the same
+    window_experts_gpu  experts, tokens       resident experts of such a step, with so many tokens together
+    window_experts_cpu  experts, tokens, threads  the same on the CPU, hand-off and result included
+    draft_ngram     tokens                    proposing that many tokens by prompt look-up
+    sample          tokens                    choosing at a temperature after looking at that many places of a window
 
 With a calibration also `predict_NAME` at `depth`, for every other predictor NAME and rolled form NAME_rolled.
 """

@@ -58,8 +58,8 @@ def belady_loads(requests: Sequence[Request], shape: ModelShape) -> NDArray[np.i
 
 
 def _steps(requests: Sequence[Request], shape: ModelShape) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Demand [S, L, E] of prompts and tokens in order, and which steps' loads count [S]."""
-    total = sum(len(r.context) + 1 for r in requests)
+    """Demand [S, L, E] of prompts and decode steps in order, and which steps' loads count [S]."""
+    total = sum(len(r.emitted) + 1 for r in requests)
     demanded = np.zeros((total, shape.n_moe_layers, shape.experts), np.bool_)
     counted = np.ones(total, np.bool_)
     at, rows = 0, np.arange(shape.n_moe_layers)[:, None]
@@ -68,8 +68,9 @@ def _steps(requests: Sequence[Request], shape: ModelShape) -> tuple[NDArray[np.b
             demanded[at, rows, routed] = True
         counted[at] = False
         at += 1
-        for routed in request.demand:
-            demanded[at, rows, routed] = True
+        for step in range(len(request.emitted)):
+            layers, experts = request.needed(step)
+            demanded[at, layers, experts] = True
             at += 1
     return demanded, counted
 
@@ -120,36 +121,52 @@ def experts_per_second(costs: CostModel) -> float:
     return best
 
 
-def _blocks_ns(costs: CostModel, context: int) -> int:
-    """Dense work of one token: everything but experts and predictions."""
+def _blocks_ns(costs: CostModel, context: int, fed: int) -> int:
+    """Dense work of one step over `fed` tokens: everything but experts, predictions and drafts."""
     layers = costs.shape.n_moe_layers
 
     def block(probe: str, at: int = 0) -> int:
-        found = costs.cost(probe, at)
+        found = costs.block(probe, at, fed)
         return max(found.host_ns, found.gpu_ns)
 
-    per_layer = block("attention", context) + block("route") + block("finish")
-    per_layer += max(costs.plan.host_ns, costs.plan.gpu_ns)
+    per_layer = block("attention", context) + block("route") + block("finish") + block("plan")
     return block("embed") + layers * per_layer + block("head")
 
 
+def _experts_ns(costs: CostModel, most: int, windows: bool) -> tuple[list[int], list[int]]:
+    """Least time of 0..`most` distinct experts of a layer-step, shared between device and CPU or all resident."""
+
+    def tokens(experts: int) -> int:  # at least one each, where a step has several
+        return experts if windows else 0
+
+    resident = [costs.experts_gpu_ns(n, tokens(n)) for n in range(most + 1)]
+    cheapest = [min(resident[n:]) if n else 0 for n in range(most + 1)]
+    least = list(cheapest)
+    for threads in costs.cpu_threads if most else ():
+        on_cpu = [costs.experts_cpu_ns(n, threads, tokens(n)) for n in range(most + 1)]
+        for n in range(1, most + 1):
+            least[n] = min(least[n], *(max(cheapest[n - m], on_cpu[m]) for m in range(1, n + 1)))
+    return least, resident
+
+
 def bounds(requests: Sequence[Request], costs: CostModel, slots: int, loads: NDArray[np.int64] | None = None) -> Bounds:
-    """Floors for `slots` persistent slots, divided over the layers at will. `loads`: of `belady_loads`, if at hand."""
-    shape = costs.shape
-    table = belady_loads(requests, shape) if loads is None else loads
-    contexts = [context for request in requests for context in request.context]
-    tokens = max(1, len(contexts))
+    """Floors for `slots` persistent slots, divided over the layers at will. `loads`: of `belady_loads`, if at hand.
+
+    Per token that the steps of `requests` add to the text: other windows have other floors.
+    """
+    table = belady_loads(requests, costs.shape) if loads is None else loads
+    tokens = max(1, sum(request.tokens for request in requests))
     per_token = fewest_loads(table, slots) / tokens
-    dense = sum(_blocks_ns(costs, context) for context in contexts) / tokens
-    k, layers = shape.top_k, shape.n_moe_layers
-    cheapest = [min(costs.experts_gpu_ns(m) for m in range(n, k + 1)) if n else 0 for n in range(k + 1)]
-    least = cheapest[k]
-    for threads in costs.cpu_threads:
-        least = min(least, *(max(cheapest[k - n], costs.experts_cpu_ns(n, threads)) for n in range(1, k + 1)))
+    steps = [step for request in requests for step in zip(request.context, request.fed, strict=True)]
+    dense = sum(_blocks_ns(costs, context, fed) for context, fed in steps)
+    distinct = [np.count_nonzero(request.counts, axis=2).ravel() for request in requests]
+    layer_steps = np.bincount(np.concatenate([np.zeros(0, np.int64), *distinct]).astype(np.int64))
+    windows = any(fed > 1 for _, fed in steps)
+    least, resident = _experts_ns(costs, len(layer_steps) - 1, windows)
     return Bounds(
         loads=per_token,
         bytes_per_token=per_token * costs.expert_bytes,
         link_ns=per_token * 1e9 / experts_per_second(costs),
-        compute_ns=dense + layers * least,
-        resident_ns=dense + layers * costs.experts_gpu_ns(k),
+        compute_ns=(dense + float(layer_steps @ np.asarray(least))) / tokens,
+        resident_ns=(dense + float(layer_steps @ np.asarray(resident))) / tokens,
     )

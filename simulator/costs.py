@@ -19,8 +19,9 @@ import numpy as np
 from foreload.backend.policy import SplitCosts
 from foreload.errors import FileError, MismatchError
 from foreload.profiler.schema import HardwareProfile, Measurement
-from foreload.settings import GATE_SIDE, Settings
+from foreload.settings import GATE_SIDE, Settings, step_experts
 from foreload.shape import ModelShape
+from foreload.simulator.windows import Plane, plane
 from foreload.units import us_to_ns
 
 SCALE = 1 << 20
@@ -28,6 +29,9 @@ SCALE = 1 << 20
 
 Source = Literal["measured", "interpolated", "extrapolated", "assumed"]
 _SEVERITY: tuple[Source, ...] = ("measured", "interpolated", "extrapolated", "assumed")
+WINDOW_BLOCKS = tuple(
+    f"window_{block}" for block in ("embed", "attention", "route", "predict", "plan", "finish", "head")
+)
 _AXIS = {
     "copy": "bytes",
     "attention": "context",
@@ -38,8 +42,13 @@ _AXIS = {
     "experts_cpu_beside_copy": "experts",
     "prefill_layer": "tokens",
     "prefill_expert": "tokens",
+    "sample": "tokens",
+    **dict.fromkeys(WINDOW_BLOCKS, "tokens"),
+    **dict.fromkeys(("draft_ngram", "draft_model"), "tokens"),
 }
-_SLOPED = ("after_wait", "attention", "prefill_layer", "prefill_expert")
+_SLOPED = (
+    "after_wait", "attention", "prefill_layer", "prefill_expert", "sample", "draft_ngram", "draft_model", *WINDOW_BLOCKS
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -107,11 +116,12 @@ class CostModel:
         self._tables: dict[tuple[str, tuple[tuple[str, int], ...]], list[_Point]] = {}
         self._known: dict[tuple[str, int, int], Cost] = {}
         self._rates: dict[tuple[str, int, int, int], int] = {}
+        self._planes: dict[tuple[str, int], Plane] = {}
 
     def fresh(self) -> CostModel:
         """The same model with nothing looked up yet, so that `used` tells what one simulation relied on."""
         other = CostModel(self.profile, self.shape)
-        other._tables = self._tables
+        other._tables, other._planes = self._tables, self._planes
         return other
 
     def _table(self, probe: str, fixed: Mapping[str, int]) -> list[_Point]:
@@ -142,6 +152,41 @@ class CostModel:
         if threads not in known:
             shown = ", ".join(map(str, known)) or "none"
             raise MismatchError(f"profile: {probe} was not measured at cpu_threads {threads}: it was at {shown}")
+
+    def block(self, probe: str, at: int = 0, tokens: int = 1) -> Cost:
+        """`probe` at `at` over `tokens` tokens in one step; FileError if the profile has no window to say so."""
+        one = self.cost(probe, at) if probe != "plan" else self.plan
+        return self.beyond(one, probe, tokens)
+
+    def beyond(self, one: Cost, block: str, tokens: int) -> Cost:
+        """`one`, the cost over a single token, with what `block` takes longer over `tokens`."""
+        if tokens == 1:
+            return one
+        base, found = (self.cost(f"window_{block}", n) for n in (1, tokens))
+        more, busier = max(0, found.host_ns - base.host_ns), max(0, found.gpu_ns - base.gpu_ns)
+        return Cost(one.host_ns + more, one.gpu_ns + busier, worst(one.source, found.source))
+
+    def has_windows(self, draft: str) -> bool:
+        """Whether the profile can say what windows of this kind of draft cost."""
+        held = {m.probe for m in self.profile.measurements}
+        return held >= {*WINDOW_BLOCKS, "window_experts_gpu", f"draft_{draft}"}
+
+    def _plane(self, probe: str, threads: int = 0) -> Plane:
+        key = (probe, threads)
+        if key not in self._planes:
+            if threads:
+                self._check_threads(probe, threads)
+            fixed = {"threads": threads} if threads else {}
+            self._planes[key] = plane(self.profile, probe, with_base=threads > 0, **fixed)
+        self.used[probe] = worst("interpolated", self.used.get(probe, "measured"))
+        return self._planes[key]
+
+    def experts_gpu(self, experts: int, tokens: int = 0) -> Cost:
+        """`experts` resident experts: of a single token's step, or (`tokens` above 0) of a window's, with so many."""
+        if tokens == 0 or experts == 0:
+            return self.cost("experts_gpu", experts) if experts else Cost(0, 0, "measured")
+        fitted = self._plane("window_experts_gpu")
+        return Cost(fitted.host_ns(experts, tokens), fitted.gpu_ns(experts, tokens), "interpolated")
 
     @cached_property
     def copy_ns(self) -> int:
@@ -192,16 +237,16 @@ class CostModel:
         ]
         return tuple(sorted(set.intersection(*counts)))
 
-    def experts_gpu_ns(self, experts: int) -> int:
-        """`experts` resident experts, one token each, until they are done."""
-        if experts == 0:
-            return 0
-        found = self.cost("experts_gpu", experts)
+    def experts_gpu_ns(self, experts: int, tokens: int = 0) -> int:
+        """Resident experts until they are done; arguments as for `experts_gpu`."""
+        found = self.experts_gpu(experts, tokens)
         return max(found.host_ns, found.gpu_ns)
 
-    def experts_cpu_ns(self, experts: int, threads: int) -> int:
-        """`experts` experts on an otherwise idle CPU, one token each, hand-off and result included."""
-        return self.cost("experts_cpu", experts, threads).host_ns if experts else 0
+    def experts_cpu_ns(self, experts: int, threads: int, tokens: int = 0) -> int:
+        """Experts on an otherwise idle CPU, hand-off and result included; `tokens` as for `experts_gpu`."""
+        if tokens == 0 or experts == 0:
+            return self.cost("experts_cpu", experts, threads).host_ns if experts else 0
+        return self._plane("window_experts_cpu", threads).host_ns(experts, tokens)
 
     # Contention: work per nanosecond beside another resource, of SCALE. Nothing is faster in company.
 
@@ -274,9 +319,11 @@ def split_costs(profile: HardwareProfile | CostModel, shape: ModelShape, setting
     """
     costs = profile if isinstance(profile, CostModel) else CostModel(profile, shape)
     k, threads = shape.top_k, settings.cpu_threads
-    counts = range(1, k + 1)
-    gpu = [costs.experts_gpu_ns(n) * SCALE // costs.both_rate(n, max(1, k - n), threads) for n in counts]
-    cpu = [costs.experts_cpu_ns(n, threads) * SCALE // costs.cpu_rate(n, threads) for n in counts]
+    most = step_experts(settings, shape)
+    window = [n if settings.draft.gamma else 0 for n in range(most + 1)]  # tokens: one each
+    counts = range(1, most + 1)
+    gpu = [costs.experts_gpu_ns(n, window[n]) * SCALE // costs.both_rate(n, max(1, k - n), threads) for n in counts]
+    cpu = [costs.experts_cpu_ns(n, threads, window[n]) * SCALE // costs.cpu_rate(n, threads) for n in counts]
     return SplitCosts(
         io_ns=costs.copy_ns * SCALE // costs.copy_rate(threads),
         gpu_ns=np.array([0, *gpu], np.int64),

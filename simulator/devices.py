@@ -41,11 +41,11 @@ class Device(ABC):
         """Run (or launch) work that nothing slows down."""
 
     @abstractmethod
-    def experts(self, count: int, layer: int, expert: int = -1) -> Process:
-        """Run (or launch) `count` resident experts, one token each."""
+    def experts(self, count: int, layer: int, expert: int = -1, tokens: int = 0) -> Process:
+        """Run (or launch) `count` resident experts; `tokens` as for `CostModel.experts_gpu`."""
 
     @abstractmethod
-    def arrived(self, key: int, layer: int, expert: int) -> Process:
+    def arrived(self, key: int, layer: int, expert: int, tokens: int = 0) -> Process:
         """Wait for a copy in the link, as far as the host must, and run (or launch) its expert."""
 
     @abstractmethod
@@ -68,9 +68,9 @@ class HostDevice(Device):
         """Spend the time at once."""
         self._clock.spend(kind, cost.host_ns, layer, expert)
 
-    def experts(self, count: int, layer: int, expert: int = -1) -> Process:
+    def experts(self, count: int, layer: int, expert: int = -1, tokens: int = 0) -> Process:
         """Run them, slower while CPU experts run."""
-        work_ns = self._costs.experts_gpu_ns(count)
+        work_ns = self._costs.experts_gpu_ns(count, tokens)
         if self._sharing.active(CPU):
             if self._clock.ahead:
                 yield self._clock.catch_up()
@@ -80,11 +80,11 @@ class HostDevice(Device):
             work_ns = self._env.now - self._clock.now
         self._clock.spend("experts_gpu", work_ns, layer, expert)
 
-    def arrived(self, key: int, layer: int, expert: int) -> Process:
+    def arrived(self, key: int, layer: int, expert: int, tokens: int = 0) -> Process:
         """Wait for the arrival, then run it."""
         if key not in self._link.landed_at:
             yield from self.landed(key, layer, expert)
-        yield from self.experts(1, layer, expert)
+        yield from self.experts(1, layer, expert, tokens)
 
     def sync(self) -> Process:
         """Nothing is ever pending."""
@@ -129,15 +129,15 @@ class GpuDevice(Device):
         """Launch it."""
         self._launch(kind, cost, layer, expert)
 
-    def experts(self, count: int, layer: int, expert: int = -1) -> Process:
+    def experts(self, count: int, layer: int, expert: int = -1, tokens: int = 0) -> Process:
         """Launch them."""
         yield from ()
-        self._launch("experts_gpu", self._costs.cost("experts_gpu", count), layer, expert, count)
+        self._launch("experts_gpu", self._costs.experts_gpu(count, tokens), layer, expert, count)
 
-    def arrived(self, key: int, layer: int, expert: int) -> Process:
+    def arrived(self, key: int, layer: int, expert: int, tokens: int = 0) -> Process:
         """Launch it behind a wait of the stream."""
         yield from ()
-        self._launch("experts_gpu", self._costs.cost("experts_gpu", 1), layer, expert, 1, key)
+        self._launch("experts_gpu", self._costs.experts_gpu(1, tokens), layer, expert, 1, key)
 
     def _launch(self, kind: str, cost: Cost, layer: int, expert: int, experts: int = 0, key: int = -1) -> None:
         begun = self._clock.now

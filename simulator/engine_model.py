@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from foreload.backend.policy import Action, Brain
 from foreload.backend.policy.state import DECODE, N_QUEUED, PREFILL
@@ -18,7 +17,7 @@ from foreload.profiler.schema import HardwareProfile
 from foreload.settings import Settings
 from foreload.shape import ModelShape
 from foreload.simulator.clock import COLD, INTERRUPT, WAIT_CPU, WAIT_LINK, WAKE, HostClock
-from foreload.simulator.costs import CostModel, as_costs, split_costs
+from foreload.simulator.costs import Cost, CostModel, as_costs, split_costs
 from foreload.simulator.devices import Device, GpuDevice, HostDevice
 from foreload.simulator.prefill import prefill
 from foreload.simulator.resources import Clockwork, CpuPool, Link, Process, Sharing
@@ -51,15 +50,16 @@ class EngineModel:
         self.ttft_ns: list[int] = []
         self.decode_time: Mapping[str, int] = {}
         self.prefill_time: Mapping[str, int] = {}
+        self.steps = 0
+        self._sampled = False  # whether tokens are drawn, as the recording says
         self._speculated = frozenset(settings.speculated(shape))
-        self._ones = np.ones(shape.top_k, np.int32)
         self._wake_ns = costs.cost("wait").host_ns
         self._after_cpu = False  # whether the last layer-step waited for CPU experts
         self._open = -1  # layer-step that is not finished yet
-        self._costs = {name: costs.cost(name) for name in ("embed", "route", "finish", "head")}
 
-    def run(self, requests: Sequence[Request]) -> None:
-        """Serve the requests one after the other."""
+    def run(self, requests: Sequence[Request], sampled: bool = False) -> None:
+        """Serve the requests one after the other; `sampled`: at a temperature, which costs draws in verify steps."""
+        self._sampled = sampled
         self.env.run(self.env.process(self._serve(requests)))
         self.brain.check_integrity()
 
@@ -72,11 +72,12 @@ class EngineModel:
             yield from prefill(self, request)
             self.ttft_ns.append(self.clock.now - begun)
             self.clock.time = times[DECODE]
-            for token in range(len(request.context)):
+            for step, emitted in enumerate(request.emitted):
                 begun = self.clock.now
-                yield from self._token(request, token)
-                self.token_ns.append(self.clock.now - begun)
+                yield from self._step(request, step)
+                self.token_ns += _shared(self.clock.now - begun, emitted)
                 self.timeline.step += 1
+            self.steps += len(request.emitted)
         self.decode_time, self.prefill_time = dict(times[DECODE]), dict(times[PREFILL])
 
     def _start_request(self) -> Process:
@@ -100,31 +101,42 @@ class EngineModel:
                 yield self.clock.catch_up()
             self.link.pump()
 
-    def _token(self, request: Request, token: int) -> Process:
-        """One decode step."""
-        device, costs, last = self.device, self._costs, self.shape.n_moe_layers
-        attention = self.costs.cost("attention", request.context[token])
-        device.block("embed", costs["embed"])
+    def _step(self, request: Request, step: int) -> Process:
+        """One decode step: a token, or a draft and the window that verifies it."""
+        device, fed, last = self.device, request.fed[step], self.shape.n_moe_layers
+
+        def cost(probe: str, at: int = 0) -> Cost:
+            return self.costs.block(probe, at, fed)
+
+        drafting, attention = self.settings.draft.kind, cost("attention", request.context[step])
+        route, plan, finish = cost("route"), cost("plan"), cost("finish")
+        if drafting != "none":
+            device.block("draft", self.costs.cost(f"draft_{drafting}", max(1, fed - 1)))
+            yield from device.sync()
+        device.block("embed", cost("embed"))
         for layer in range(last):
             self._slowed(layer)
             device.block("attention", attention, layer)
             if layer in self._speculated:
-                device.block("route", self.costs.cost("speculated"), layer)
+                device.block("route", self.costs.beyond(self.costs.cost("speculated"), "route", fed), layer)
             else:
-                device.block("route", costs["route"], layer)
+                device.block("route", route, layer)
                 yield from device.sync()
             depth = min(self.settings.prefetch_depth, last - 1 - layer)
             if depth:
-                device.block("predict", self.costs.predict(self.settings, depth), layer)
+                predict = self.costs.predict(self.settings, depth)
+                device.block("predict", self.costs.beyond(predict, "predict", fed), layer)
                 yield from device.sync()
-            device.block("plan", self.costs.plan, layer)
-            yield from self._experts(request, token, layer, depth)
-            device.block("finish", costs["finish"], layer)
+            device.block("plan", plan, layer)
+            yield from self._experts(request, step, layer, depth)
+            device.block("finish", finish, layer)
             self._open = layer
             if not self.costs.asynchronous:
                 yield from self._finish()
-        device.block("head", costs["head"])
+        device.block("head", cost("head"))
         yield from device.sync()
+        if drafting != "none" and self._sampled:
+            device.block("sample", self.costs.cost("sample", request.emitted[step]))
         yield from self._finish()
         self.brain.end_step()
 
@@ -136,27 +148,31 @@ class EngineModel:
         self.clock.idle_ns = self.link.interruptions = 0
         self._after_cpu = False
 
-    def _experts(self, request: Request, token: int, layer: int, depth: int) -> Process:
+    def _experts(self, request: Request, step: int, layer: int, depth: int) -> Process:
         """A layer-step's experts: plan, hits, copies in the order of the link, CPU results."""
         yield from self.settle()
         self._close()
         self.link.watch()
-        experts = request.demand[token, layer]
-        actions = self.brain.begin(layer, experts, self._ones).tolist()
+        distinct = int(np.count_nonzero(request.counts[step, layer]))
+        experts, counts = request.demand[step, layer, :distinct], request.counts[step, layer, :distinct]
+        decided = self.brain.begin(layer, experts, counts)
+        actions = decided.tolist()
+        tokens = counts if request.fed[step] > 1 else np.zeros_like(counts)
         for ahead in range(depth):
-            self.brain.prefetch(layer + 1 + ahead, request.predicted[ahead][token, layer + 1 + ahead])
+            self.brain.prefetch(layer + 1 + ahead, request.predicted[ahead][step, layer + 1 + ahead])
         on_cpu, hits = actions.count(_CPU), actions.count(_HIT)
         if on_cpu:
             if self.clock.ahead:
                 yield self.clock.catch_up()
-            self.cpu.start(on_cpu, layer)
+            self.cpu.start(on_cpu, layer, int(tokens[decided == _CPU].sum()))
         if self.brain.can_issue():
             yield from self.pump()
             self.clock.spend("plan", self.costs.queueing_ns, layer)
         if hits:
-            yield from self.device.experts(hits, layer)
+            yield from self.device.experts(hits, layer, tokens=int(tokens[decided == _HIT].sum()))
         if hits + on_cpu < len(actions):
-            yield from self._copied(layer, experts, actions)
+            coming = (decided != _CPU) & (decided != _HIT)
+            yield from self._copied(layer, dict(zip(experts[coming].tolist(), tokens[coming].tolist(), strict=True)))
         if on_cpu:
             self._after_cpu = True
             yield from self.settle()
@@ -164,11 +180,10 @@ class EngineModel:
                 yield self.cpu.result()
                 self.clock.waited(WAIT_CPU, layer)
 
-    def _copied(self, layer: int, experts: NDArray[np.int32], actions: list[int]) -> Process:
-        """Run the experts that come over the link, in its order."""
+    def _copied(self, layer: int, tokens: dict[int, int]) -> Process:
+        """Run the experts that come over the link, in its order; their tokens as for `CostModel.experts_gpu`."""
         base = layer * self.shape.experts
-        pairs = zip(experts.tolist(), actions, strict=True)
-        mine = {base + expert for expert, action in pairs if action not in (_CPU, _HIT)}
+        mine = {base + expert for expert in tokens}
         at, link = 0, self.link
         while mine:
             yield from self.settle()
@@ -182,7 +197,7 @@ class EngineModel:
             at += 1
             if key in mine:
                 mine.remove(key)
-                yield from self.device.arrived(key, layer, key - base)
+                yield from self.device.arrived(key, layer, key - base, tokens[key - base])
 
     def _finish(self) -> Process:
         """End the open layer-step, if any. With an asynchronous GPU that is when the next layer has been routed."""
@@ -194,6 +209,12 @@ class EngineModel:
         if self._open >= 0:
             self.brain.finish(self._open)
             self._open = -1
+
+
+def _shared(time_ns: int, tokens: int) -> list[int]:
+    """A step's time as that of the tokens it added; what does not divide is the first ones'."""
+    each, left = divmod(time_ns, tokens)
+    return [each + (n < left) for n in range(tokens)]
 
 
 def simulate(
@@ -216,7 +237,7 @@ def simulate(
     costs = as_costs(profile, shape).fresh()
     chosen = load_requests(trace, shape, settings, requests)
     engine = EngineModel(costs, shape, settings, tuple(capacity), timeline)
-    engine.run(chosen)
+    engine.run(chosen, sampled=float(trace.meta.sampling.get("temperature", 0.0)) > 0)
     return _result(engine, chosen)
 
 
@@ -224,13 +245,14 @@ def _result(engine: EngineModel, requests: Sequence[Request]) -> SimResult:
     token_ns = np.array(engine.token_ns, np.int64)
     if int(token_ns.sum()) != sum(engine.decode_time.values()):
         raise InternalError("the simulated times by kind do not add up to the total")
-    owner = np.repeat(np.arange(len(requests)), [len(request.context) for request in requests])
+    owner = np.repeat(np.arange(len(requests)), [request.tokens for request in requests])
     routing = {"speculated_demand": "assumed"} if any(request.assumed for request in requests) else {}
     return SimResult(
         settings=engine.settings,
         capacity=tuple(int(c) for c in engine.brain.state.capacity),
         token_ns=token_ns,
         token_part=token_parts(owner),
+        steps=engine.steps,
         ttft_ns=np.array(engine.ttft_ns, np.int64),
         time_ns=engine.decode_time,
         prefill_time_ns=engine.prefill_time,

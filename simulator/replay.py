@@ -30,7 +30,7 @@ from foreload.backend.policy.state import (
     PolicyState,
 )
 from foreload.compiled import drop_stale_caches
-from foreload.settings import Settings
+from foreload.settings import Settings, step_experts
 from foreload.shape import ModelShape
 from foreload.simulator.workload import Request
 
@@ -42,11 +42,11 @@ _NO_COSTS = SplitCosts(0, np.zeros(1, np.int64), np.zeros(1, np.int64))
 
 @dataclass(frozen=True)
 class Outcomes:
-    """What became of the demand: T decode tokens, L MoE layers, k experts per token."""
+    """What became of the demand of T decode steps: L MoE layers, at most D experts each (k without drafts)."""
 
-    tokens: int
+    tokens: int  # T
     counters: NDArray[np.int64]  # [2 phases, L, Counter]
-    histogram: NDArray[np.int64]  # [L, k+1, k+1, k+1] layer-steps by (fetched, on the CPU, prefetched and used)
+    histogram: NDArray[np.int64]  # [L, D+1, D+1, D+1] layer-steps by (fetched, on the CPU, prefetched and used)
 
     @property
     def hits(self) -> NDArray[np.int64]:
@@ -82,9 +82,9 @@ def replay(
 ) -> Outcomes:
     """Outcomes of `requests` with `capacity` [L] slots, from an empty cache. `costs` as for the Brain."""
     brain = Brain(shape, settings, capacity, costs)
-    layers, k = shape.n_moe_layers, shape.top_k
-    histogram = np.zeros((layers, k + 1, k + 1, k + 1), np.int64)
-    depth, width = settings.prefetch_depth, settings.width(shape)
+    layers, depth, width = shape.n_moe_layers, settings.prefetch_depth, settings.width(shape)
+    most = 1 + max((request.demand.shape[2] for request in requests), default=shape.top_k)
+    histogram = np.zeros((layers, most, most, most), np.int64)
     prompts = prompt_counts(requests, shape, settings.prefill_chunk_tokens)
     nothing = np.zeros((0, 0, layers, width), np.int32)
     for at, request in enumerate(requests):
@@ -94,13 +94,14 @@ def replay(
         _decode(
             brain.state,
             request.demand,
+            request.counts,
             ahead,
             (EVICTIONS.index(settings.eviction), miss_rule(settings), _ADMISSIONS[settings.admission]),
-            (settings.admit_per_step, k),
+            (settings.admit_per_step, step_experts(settings, shape)),
             costs or _NO_COSTS,
             histogram,
         )
-    return Outcomes(sum(len(r.context) for r in requests), brain.counters.copy(), histogram)
+    return Outcomes(sum(len(r.emitted) for r in requests), brain.counters.copy(), histogram)
 
 
 def _targets(brain: Brain, counts: NDArray[np.int32]) -> NDArray[np.bool_]:
@@ -136,27 +137,27 @@ def _prompt(state: PolicyState, counts: NDArray[np.int32], targets: NDArray[np.b
 def _decode(
     state: PolicyState,
     demand: NDArray[np.int32],
+    counts: NDArray[np.int32],
     predicted: NDArray[np.int32],
     rules: tuple[int, int, int],
     limits: tuple[int, int],
     costs: SplitCosts,
     histogram: NDArray[np.int64],
 ) -> None:
-    """Decode tokens of one request; demand [T, L, k], predicted [depth, T, L, width]."""
+    """Decode steps of one request; demand and counts [T, L, D], predicted [depth, T, L, width]."""
     eviction, rule, admission = rules
     admit_per_step, reserve = limits
-    layers, k = demand.shape[1], demand.shape[2]
-    ones = np.ones(k, np.int32)
-    action = np.empty(k, np.int8)
+    layers = demand.shape[1]
+    actions = np.empty(demand.shape[2], np.int8)
     for token in range(demand.shape[0]):
         for layer in range(layers):
-            experts = demand[token, layer]
+            distinct = (counts[token, layer] > 0).sum()
+            experts, action = demand[token, layer, :distinct], actions[:distinct]
             used = 0
-            for i in range(k):
-                expert = experts[i]
+            for expert in experts:
                 if state.status[layer, expert] == LANDED and state.purpose[layer, expert] == PREFETCH:
                     used += 1
-            step.demand(state, layer, experts, ones, eviction, rule, costs, action)
+            step.demand(state, layer, experts, counts[token, layer, :distinct], eviction, rule, costs, action)
             for ahead in range(predicted.shape[0]):
                 if layer + 1 + ahead < layers:
                     step.prefetch(state, layer + 1 + ahead, predicted[ahead, token, layer + 1 + ahead], reserve)
@@ -204,7 +205,7 @@ def lru_hits(requests: Sequence[Request], shape: ModelShape) -> NDArray[np.int64
     """Decode hits [L, E + 1] of an LRU cache with demand admission at every slot count, in one pass.
 
     A layer-step's whole demand is looked up before any of it is inserted. Prompts are left out: they fill the cache by
-    their own rule (`replay` includes it).
+    their own rule (`replay` includes it). For steps of one token; `curves` takes windows too.
     """
     demand = np.concatenate([request.demand for request in requests])
     hits = np.zeros((shape.n_moe_layers, shape.experts + 1), np.int64)

@@ -219,8 +219,8 @@ class CpuPool:
         """Whether a batch is running."""
         return self._sharing.active(CPU)
 
-    def start(self, experts: int, layer: int) -> None:
-        """Hand `experts` experts over, one token each."""
+    def start(self, experts: int, layer: int, tokens: int = 0) -> None:
+        """Hand `experts` experts over; `tokens` as for `CostModel.experts_gpu`."""
         begun = self._env.now
 
         def done() -> None:
@@ -229,7 +229,7 @@ class CpuPool:
                 fire(self._result)
                 self._result = None
 
-        self._sharing.start(CPU, self._costs.experts_cpu_ns(experts, self._threads), done, experts)
+        self._sharing.start(CPU, self._costs.experts_cpu_ns(experts, self._threads, tokens), done, experts)
 
     def result(self) -> simpy.Event:
         """Fires when the running batch is done."""

@@ -28,6 +28,7 @@ class SimResult:
     capacity: tuple[int, ...]
     token_ns: NDArray[np.int64]  # [N]
     token_part: NDArray[np.int8]  # [N] COLD, AFTER_PREFILL or STEADY
+    steps: int  # decode steps; a verify step may add several tokens
     ttft_ns: NDArray[np.int64]  # [Q] prompt until the first token is known; 0 without a recorded prompt
     time_ns: Mapping[str, int]  # decode, by kind of work or wait; sums to total_ns exactly
     prefill_time_ns: Mapping[str, int]  # the same of all prompts; sums to ttft_ns
@@ -40,6 +41,11 @@ class SimResult:
     def tokens(self) -> int:
         """Decode tokens."""
         return len(self.token_ns)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Mean tokens that a decode step adds; 0 without any."""
+        return self.tokens / self.steps if self.steps else 0.0
 
     @property
     def total_ns(self) -> int:
@@ -87,6 +93,7 @@ class SimResult:
         tokens = max(1, self.tokens)
         return {
             "tokens": self.tokens,
+            "tokens_per_step": self.tokens_per_step,
             "tpot_ms": self.tpot_ns / 1e6,
             "tpot_parts_ms": {name: None if ns is None else ns / 1e6 for name, ns in means.items()},
             "ttft_ms": [ns / 1e6 for ns in self.ttft_ns.tolist()],

@@ -22,8 +22,10 @@ from foreload.simulator.replay import Outcomes
 from foreload.simulator.solver import Outcome, Problem, solve
 from foreload.simulator.tables import layer_costs, replay_grid
 from foreload.simulator.workload import Request, load_requests, request_numbers
-from foreload.traces.schema import DECODE, Trace
+from foreload.traces.schema import PREFILL, Trace
 
+PLAIN: dict[str, Any] = {"draft": {}}
+"""Integer programs plan steps of one token; what they plan also competes with the recorded draft."""
 KEEP_BELOW = 0.01
 """A gain of at most this share is no reason to leave the default."""
 SHORT_LIST, PER_FAMILY, REFINED = 16, 2, 3
@@ -119,7 +121,7 @@ def tune(
     chosen = base or Settings()
     if (vram_bytes is None) == (slots is None):
         raise UsageError("tune needs one of vram_bytes and slots")
-    if not (trace.phase == DECODE).any():
+    if not (trace.phase != PREFILL).any():
         raise MismatchError("trace: holds no decode steps to tune on")
     if slots is None:
         longest = int(trace.position.max()) + 1
@@ -164,8 +166,9 @@ class _Tuner:
 
     def _plans(self) -> list[Candidate]:
         """One program per family of options; those whose staging does not fit are left out."""
-        options = [{**miss, **prefetch} for miss in self.space.misses() for prefetch in self.space.prefetches()]
-        context = int(median(c for r in self._requests(self.space.base.changed()) for c in r.context))
+        prefetches = list(self.space.prefetches())
+        options = [{**miss, **prefetch, **PLAIN} for miss in self.space.misses() for prefetch in prefetches]
+        context = int(median(c for r in self._requests(self.space.base.changed(**PLAIN)) for c in r.context))
         eviction = self._eviction(context)
         plans = []
         for at, option in enumerate(options):
@@ -180,7 +183,7 @@ class _Tuner:
         """The eviction order whose plan without prefetch or CPU is cheapest; winners are tried with the others too."""
         base = self.space.base
         plain = base.changed(
-            miss_action="fetch", admission="demand", predictor="none", prefetch_depth=0, prefetch_width=None
+            miss_action="fetch", admission="demand", predictor="none", prefetch_depth=0, prefetch_width=None, **PLAIN
         )
         plans = [self._plan(plain.changed(eviction=name), context) for name in ("lru", "lfu", "lfru")]
         found = [plan for plan in plans if plan is not None]
@@ -233,17 +236,25 @@ class _Tuner:
             if winner.report is None or default.report is None or winner.report.tpot_ns < default.report.tpot_ns:
                 best = winner
         known = {default.settings: default, best.settings: best}
-        requests = load_requests(self.trace, self.space.shape, None, self.select)
         return TuneResult(
             best=best,
             default=default,
             candidates=tuple(known.get(c.settings, c) for c in ranked),
-            bounds=bounds(requests, self.costs, self.space.slots),
+            bounds=self._bounds(),
             slots=self.space.slots,
             fit=self.fit,
             select=self.select,
             held_out=self.held_out,
         )
+
+    def _bounds(self) -> Bounds:
+        """The lower of the floors: of steps of one token and, where there are any, of the recorded windows."""
+        drafts = [PLAIN] if self.space.draft is None else [PLAIN, {"draft": self.space.draft.model_dump()}]
+        found = []
+        for draft in drafts:
+            steps = load_requests(self.trace, self.space.shape, Settings.parse(draft), self.select)
+            found.append(bounds(steps, self.costs, self.space.slots))
+        return min(found, key=lambda one: one.floor_ns)
 
     def _reported(self, candidate: Candidate) -> Candidate:
         if not self.held_out or candidate.report is not None:

@@ -202,7 +202,16 @@ def make_profile(shape: ModelShape) -> Callable[..., HardwareProfile]:
         ("prefill_layer", {"tokens": 64}, 104.0),
         ("prefill_expert", {"tokens": 1}, 21.0),
         ("prefill_expert", {"tokens": 64}, 84.0),
+        ("draft_ngram", {"tokens": 1}, 5.0),
+        ("window_experts_gpu", {"experts": 1, "tokens": 2}, 30.0),
+        ("window_experts_gpu", {"experts": 2, "tokens": 2}, 50.0),
+        ("window_experts_gpu", {"experts": 4, "tokens": 8}, 120.0),
+        ("window_experts_cpu", {"experts": 1, "tokens": 2, "threads": 1}, 80.0),
+        ("window_experts_cpu", {"experts": 2, "tokens": 2, "threads": 1}, 140.0),
+        ("window_experts_cpu", {"experts": 4, "tokens": 8, "threads": 1}, 300.0),
     ]
+    blocks = ("embed", "attention", "route", "predict", "plan", "finish", "head")
+    points += [(f"window_{block}", {"tokens": n}, 20.0 + n) for block in blocks for n in (1, 8)]
 
     def make(**fields: Any) -> HardwareProfile:
         base: dict[str, Any] = {

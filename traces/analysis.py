@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from foreload.traces.schema import DECODE, Trace
+from foreload.traces.schema import PREFILL, Trace
 
 
 def expert_load(trace: Trace) -> list[dict[str, Any]]:
@@ -23,14 +23,10 @@ def expert_load(trace: Trace) -> list[dict[str, Any]]:
 def reuse(trace: Trace) -> list[float | None]:
     """Per MoE layer: share of experts that a decoded token needs and the token decoded before it needed too.
 
-    None where no two decoded tokens follow each other in a request.
+    None where no two decoded tokens follow each other in a request. Rejected drafts are left out.
     """
-    pairs = np.flatnonzero(
-        (trace.phase[1:] == DECODE)
-        & (trace.phase[:-1] == DECODE)
-        & (trace.request[1:] == trace.request[:-1])
-        & (trace.step[1:] == trace.step[:-1] + 1)
-    )
+    trace = trace.take(np.flatnonzero((trace.phase != PREFILL) & trace.accepted))
+    pairs = np.flatnonzero((trace.request[1:] == trace.request[:-1]) & (trace.position[1:] == trace.position[:-1] + 1))
     if not len(pairs):
         return [None] * trace.meta.moe_layers
     shares: list[float | None] = []

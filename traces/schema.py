@@ -130,8 +130,8 @@ class Trace:
 
     @property
     def decode_rows(self) -> int:
-        """Number of rows that are plain decode steps."""
-        return int((self.phase == DECODE).sum())
+        """Number of rows that are decoded tokens of the text: rejected drafts are none."""
+        return int(((self.phase != PREFILL) & self.accepted).sum())
 
     def requests(self) -> tuple[int, ...]:
         """Request numbers in the order they were recorded."""

@@ -96,7 +96,7 @@ def _bounds(inputs: Inputs, result: SimResult, request: list[int] | None) -> dic
     from foreload.simulator.workload import load_requests
 
     slots = sum(result.capacity) + staging_slots(result.settings, inputs.shape)
-    requests = load_requests(inputs.trace, inputs.shape, None, request)
+    requests = load_requests(inputs.trace, inputs.shape, result.settings, request)
     return bounds(requests, CostModel(inputs.profile, inputs.shape), slots).as_dict()
 
 
@@ -119,7 +119,7 @@ def show(console: Console, values: Mapping[str, Any]) -> None:
                 "machine": values["machine"] + link_text(values["emulated_link_bytes_per_s"]),
                 "settings": settings_text(values["settings"]),
                 "slots": spread,
-                "tokens": f"{values['tokens']} decoded",
+                "tokens": f"{values['tokens']} decoded, {values['tokens_per_step']:.2f} per step",
             },
         )
     )

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from foreload.traces.histogram import Histogram
-    from foreload.traces.schema import Trace
+    from foreload.traces.schema import Trace, TraceMeta
 
 app = typer.Typer(help="Look at recordings of routing, import, export and recover them.", no_args_is_help=True)
 app.command("import")(import_trace)
@@ -158,11 +158,19 @@ def summary(trace: Trace) -> dict[str, Any]:
         "rows": trace.rows,
         "steps": len(trace.step_starts()) - 1,
         "decode_rows": trace.decode_rows,
+        "draft": recorded_draft(meta),
         "weights": meta.has_weights,
         "predictions": [p.model_dump() for p in meta.predictions],
         "expert_load": expert_load(trace),
         "reuse_previous_step": reuse(trace),
     }
+
+
+def recorded_draft(meta: TraceMeta) -> dict[str, Any] | None:
+    """Kind and gamma of the drafts whose verify windows a recording holds."""
+    if "draft" not in meta.sampling:
+        return None
+    return {"kind": meta.sampling["draft"], "gamma": meta.sampling.get("gamma")}
 
 
 def _show(console: Console, values: dict[str, Any]) -> None:
@@ -174,6 +182,7 @@ def _show(console: Console, values: dict[str, Any]) -> None:
         f"seed {'unknown' if values['seed'] < 0 else values['seed']}",
         "requests": f"{values['requests']}",
         "steps": f"{values['steps']} ({values['decode_rows']} decoded tokens, {values['rows']} rows)",
+        "drafts": "none" if values["draft"] is None else "{kind}, gamma {gamma}".format(**values["draft"]),
         "router weights": "yes" if values["weights"] else "no",
         "predictions": predictions or "none",
     }

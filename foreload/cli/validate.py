@@ -78,19 +78,24 @@ def validate(
 
 
 def grid(inputs: Inputs, engine: Engine) -> list[Settings]:
-    """Settings over cache ratio, miss action and prefetch depth that profile, recording and device memory allow."""
+    """Settings over cache ratio, miss action, prefetch depth and draft that profile, recording and memory allow."""
     from foreload.settings import Settings, slot_counts, staging_slots
     from foreload.simulator.costs import CostModel
+    from foreload.simulator.workload import recorded_draft
 
     threads = CostModel(inputs.profile, inputs.shape).cpu_threads
     actions: list[dict[str, Any]] = [{"miss_action": "fetch"}]
     if threads:
         actions += [{"miss_action": action, "cpu_threads": threads[-1]} for action in ("cpu", "split")]
     recorded = max((p.depth for p in inputs.trace.meta.predictions if p.predictor == "gate"), default=0)
+    windows = recorded_draft(inputs.trace)
+    drafts: list[dict[str, Any]] = [{}]
+    if windows is not None:
+        drafts.append({"draft": {"kind": windows[0], "gamma": windows[1]}})
     found = []
-    for ratio, action, depth in product(RATIOS, actions, range(min(1, recorded) + 1)):
+    for ratio, action, depth, draft in product(RATIOS, actions, range(min(1, recorded) + 1), drafts):
         prefetch = {"predictor": "gate", "prefetch_depth": depth} if depth else {}
-        one = Settings.parse({"cache_ratio": ratio, **action, **prefetch})
+        one = Settings.parse({"cache_ratio": ratio, **action, **prefetch, **draft})
         fits = sum(slot_counts(one, inputs.shape)) + staging_slots(one, inputs.shape) <= engine.slot_limit
         if fits and (ratio < 1 or (depth == 0 and action["miss_action"] == "fetch")):
             found.append(one)

@@ -22,3 +22,27 @@ def test_record_with_timings(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert {span.step for span in measured.spans} == set(range(10)), "steps are counted over both requests"
     assert sum(span.kind == "head" for span in measured.spans) == 10
     assert all(a.start_us <= b.start_us for a, b in zip(measured.spans, measured.spans[1:], strict=False))
+
+
+@pytest.mark.integration
+def test_record_and_run_with_drafts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, flags = str(tmp_path / "windows.parquet"), ["--vram", "18MiB", "--device", "cpu", "--json"]
+    draft = ["--draft", "ngram", "--gamma", "3"]
+    assert main(["record", "mini", "--out", out, "--requests", "2", "--tokens", "24", *draft, *flags]) == 0
+    recorded = json.loads(capsys.readouterr().out)
+    assert main(["trace", "info", out, "--json"]) == 0
+    held = json.loads(capsys.readouterr().out)
+    assert held["draft"] == {"kind": "ngram", "gamma": 3}
+    assert held["decode_rows"] == recorded["decode_tokens"] < held["rows"]
+    said = []
+    for chosen in ([], draft):
+        run = ["run", "mini", "--prompt", "The kernel is the kernel of the", "--tokens", "40", *chosen, *flags]
+        assert main(run) == 0
+        said.append(json.loads(capsys.readouterr().out))
+    plain, drafted = said
+    assert drafted["text"] == plain["text"]
+    assert drafted["tokens_per_step"] > plain["tokens_per_step"] == 1.0
+    assert len(drafted["acceptance"]) == 3
+    assert plain["acceptance"] == []
+    assert main(["run", "mini", "--prompt", "a", "--gamma", "3", *flags]) == 2
+    assert "--gamma 3 goes with a draft" in json.loads(capsys.readouterr().out)["error"]

@@ -22,6 +22,7 @@ from foreload.traces.io import read_trace
 from foreload.traces.schema import Trace
 
 REQUESTS, PROMPT_TOKENS, TOKENS = 3, 50, 16
+DRAFT = {"kind": "ngram", "gamma": 4}
 UNEVEN = (0, 1, 2, 4, 8, 16, 31, 32)
 SETTINGS: dict[str, dict[str, Any]] = {
     "nothing_kept": {"cache_ratio": 0.0},
@@ -92,6 +93,35 @@ def test_counters_are_equal(trace: Trace, profile: HardwareProfile, name: str) -
         both = simulated.counters[:, :, counter], real.counters[:, :, counter]
         assert np.array_equal(*both), f"{counter.name}: {both[0].tolist()} simulated, {both[1].tolist()} measured"
     check_demand(settings, real)
+
+
+DRAFTED = ("lru", "uneven", "background_without_cpu", "cpu_uneven_small_chunks", "split")
+
+
+@pytest.fixture(scope="module")
+def windows(engine: Engine, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    """Verify windows of the same requests."""
+    out = tmp_path_factory.mktemp("recording") / "windows.parquet"
+    engine.apply(Settings.parse({"cache_ratio": 0.25, "draft": DRAFT}))
+    texts = [Prompt("", engine.tokenizer.decode(ids)) for ids in prompts[-REQUESTS:]]
+    record(engine, texts, out, prompt_tokens=PROMPT_TOKENS, max_tokens=2 * TOKENS, stop=False)
+    return read_trace(out)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", DRAFTED)
+def test_counters_of_windows_are_equal(windows: Trace, profile: HardwareProfile, name: str) -> None:
+    """With drafts too: rejected ones are demand like any other token."""
+    assert not windows.accepted.all()
+    settings = Settings.parse({**SETTINGS[name], "draft": DRAFT})
+    real = measured(windows, profile, settings)
+    assert real.diverged == 0
+    simulated = simulate(windows, profile, windows.meta.model_shape(), settings, real.capacity)
+    assert simulated.tokens == real.tokens == REQUESTS * (2 * TOKENS - 1)
+    assert simulated.tokens_per_step > 1
+    for counter in Counter:
+        both = simulated.counters[:, :, counter], real.counters[:, :, counter]
+        assert np.array_equal(*both), f"{counter.name}: {both[0].tolist()} simulated, {both[1].tolist()} measured"
 
 
 def check_demand(settings: Settings, real: Measured) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 
 import numpy as np
 
 from foreload.profiler.schema import HardwareProfile, Measurement, ProfileMeta
 from foreload.shape import ModelShape
-from foreload.traces.schema import DECODE, PREFILL, PredictionColumn, Trace, TraceMeta
+from foreload.traces.schema import DECODE, DRAFT_VERIFY, PREFILL, PredictionColumn, Trace, TraceMeta, concatenate
 
 THREADS = (1, 2)
 
@@ -77,6 +78,7 @@ def make_profile(
     for tokens in (1, 64):
         add("prefill_layer", 40 + tokens, gpu_us, tokens=tokens)
         add("prefill_expert", 20 + tokens, gpu_us, tokens=tokens)
+    _add_windows(add, shape.top_k, gpu_us)
     meta = ProfileMeta(
         device=device,
         device_name="test",
@@ -92,6 +94,43 @@ def make_profile(
         noise_pct=0.0,
     )
     return HardwareProfile(meta=meta, measurements=tuple(points))
+
+
+def _add_windows(add: Callable[..., None], top_k: int, gpu_us: float) -> None:
+    """Blocks take 2 us more per further token; an expert takes 15 us and 5 us per token, on the CPU 40 and 20."""
+    for tokens in (1, 2, 8):
+        for block in ("embed", "attention", "route", "predict", "plan", "finish", "head"):
+            add(f"window_{block}", 50 + 2 * tokens, gpu_us, tokens=tokens)
+        add("draft_ngram", 10 + tokens, tokens=tokens)
+        add("sample", 7 * tokens, tokens=tokens)
+    for experts, tokens in ((1, 2), (1, 8), (top_k, 2 * top_k), (2 * top_k, 2 * top_k)):
+        add("window_experts_gpu", 15 * experts + 5 * tokens, 2 * gpu_us * experts, experts=experts, tokens=tokens)
+        for threads in THREADS:
+            cpu = 12 + (40 * experts + 20 * tokens) / threads
+            add("window_experts_cpu", cpu, experts=experts, tokens=tokens, threads=threads)
+
+
+def make_windows(shape: ModelShape, gamma: int, requests: int = 2, steps: int = 9, seed: int = 0) -> Trace:
+    """A recording with verify windows: per request a prompt, then `steps` steps of 1 to gamma + 1 tokens."""
+    rng = np.random.default_rng(seed)
+    fed = rng.integers(1, gamma + 2, (requests, steps))
+    parts = []
+    for request in range(requests):
+        rows = int(fed[request].sum())
+        one = make_trace(shape, 1, 12, rows, seed + request)
+        one.request[:] = request
+        one.phase[one.phase == DECODE] = DRAFT_VERIFY
+        one.step[12:] = np.repeat(np.arange(1, steps + 1), fed[request])
+        one.step[:] += request * (steps + 1)
+        at = position = 12
+        for size in fed[request].tolist():
+            kept = int(rng.integers(1, size + 1))
+            one.accepted[at : at + size] = np.arange(size) < kept
+            one.position[at : at + size] = position + np.arange(size)
+            at, position = at + size, position + kept
+        parts.append(one)
+    meta = parts[0].meta.model_copy(update={"sampling": {"temperature": 0.0, "draft": "ngram", "gamma": gamma}})
+    return concatenate(meta, parts)
 
 
 def make_meta(shape: ModelShape, depths: int = 2, width: int | None = None) -> TraceMeta:

@@ -274,9 +274,7 @@ def test_what_does_not_belong_together_is_refused():
     refused("model shape", shape=make_shape())
     refused("capacity has 1", capacity=(1,))
     refused("request 9 is not in it", requests=[9])
-    draft = make_trace(SHAPE)
-    draft.phase[-1] = 2
-    refused("draft_verify", trace=draft)
+    refused("no verify windows of draft 'ngram' with gamma 3, but plain", Settings(draft={"kind": "ngram", "gamma": 3}))
     stray = make_trace(SHAPE)
     stray.experts[0, 0, 0] = 12
     refused("outside 0..11", trace=stray)

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from sim_inputs import make_profile, make_shape, make_trace
+from sim_inputs import make_profile, make_shape, make_trace, make_windows
 
 from foreload.errors import BudgetError, MismatchError, UsageError
 from foreload.profiler.schema import HardwareProfile
@@ -59,6 +59,23 @@ def test_reports_progress_and_json(tuned):
     values = json.loads(json.dumps(result.as_dict()))
     assert values["requests"] == {"fit": [0, 1], "select": [2], "held_out": [3]}
     assert Settings.parse(values["best"]["settings"]) == result.best.settings
+
+
+@pytest.mark.integration
+def test_recorded_drafts_compete_and_others_do_not(trace):
+    windows = make_windows(SHAPE, 2, requests=4, steps=10)
+    result = tune(windows, make_profile(SHAPE), SHAPE, "float32", slots=16)
+    drafted = [c for c in result.candidates if c.settings.draft.kind != "none"]
+    assert {(c.settings.draft.kind, c.settings.draft.gamma) for c in drafted} == {("ngram", 2)}
+    assert {c.family for c in drafted} >= {"fetch, ngram draft", "cpu, ngram draft", "split, ngram draft"}
+    assert all(sum(c.settings.slots_per_layer) + staging_slots(c.settings, SHAPE) <= 16 for c in drafted)
+    assert any(c.settings.draft.kind == "none" for c in result.candidates)
+    assert result.bounds.floor_ns <= result.candidates[0].tpot_ns
+    whole = make_profile(SHAPE)
+    lacking = tuple(m for m in whole.measurements if m.probe != "draft_ngram")
+    uncosted = tune(windows, HardwareProfile(meta=whole.meta, measurements=lacking), SHAPE, "float32", slots=16)
+    plain = tune(trace, whole, SHAPE, "float32", slots=16)
+    assert not [c for r in (uncosted, plain) for c in r.candidates if c.settings.draft.kind != "none"]
 
 
 @pytest.mark.integration
