@@ -11,8 +11,8 @@ from pathlib import Path
 import streamlit as st
 
 from foreload.dashboard.app.controls import View, sidebar
-from foreload.dashboard.app.pages import cache, compare, exports, live, timeline, tuner, validation, whatif
 from foreload.dashboard.app.url import begin, publish
+from foreload.dashboard.app.views import cache, compare, exports, live, timeline, tuner, validation, whatif
 from foreload.errors import ForeloadError
 
 ICON = Path(__file__).parent / "icon.svg"

@@ -46,7 +46,7 @@ def draw(page: str, query: dict[str, str]) -> AppTest:
         begin()
         view = sidebar()
         if view is not None:
-            import_module(f"foreload.dashboard.app.pages.{name}").page(view)
+            import_module(f"foreload.dashboard.app.views.{name}").page(view)
         publish()
 
     script = AppTest.from_function(alone, kwargs={"name": page}, default_timeout=300)

@@ -10,7 +10,7 @@ import streamlit as st
 
 from foreload.dashboard.app import data, figures, labels
 from foreload.dashboard.app.controls import View
-from foreload.dashboard.app.pages.tuner import tuned
+from foreload.dashboard.app.views.tuner import tuned
 from foreload.dashboard.collect import breakdown
 from foreload.errors import ForeloadError, SettingsError
 from foreload.settings import Settings, check_slots
