@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from foreload.budget import predictor_bytes
 from foreload.errors import BudgetError
-from foreload.settings import Draft, Settings, check_slots, staging_slots
+from foreload.settings import GATE_SIDE, MAX_PREFETCH_DEPTH, Draft, Settings, check_slots, staging_slots
 from foreload.shape import ModelShape
-from foreload.simulator.costs import CostModel
+from foreload.simulator.costs import CostModel, predict_probe
 from foreload.simulator.result import SimResult
 from foreload.simulator.workload import recorded_draft
-from foreload.traces.schema import Trace
+from foreload.traces.schema import PREFILL, Trace
+
+NO_PREFETCH: dict[str, Any] = {
+    "predictor": "none",
+    "prefetch_depth": 0,
+    "prefetch_width": None,
+    "prefetch_rolled": False,
+    "speculate_layers": (),
+}
+RECALL_ROWS = 512
+"""Decode rows by which predictors are compared."""
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """Layers that may execute predictions, at a loss that was measured."""
+
+    predictor: str
+    layers: tuple[int, ...]
+    loss_pct: float  # of perplexity
 
 
 @dataclass(frozen=True)
@@ -41,6 +64,8 @@ def family(settings: Settings) -> str:
         parts.append(f"depth {settings.prefetch_depth}")
     if settings.draft.kind != "none":
         parts.append(f"{settings.draft.kind} draft")
+    if settings.speculate_layers:
+        parts.append(f"speculated by {settings.predictor}")
     if settings.slots_per_layer is not None and not any(settings.slots_per_layer):
         parts.append("cache off")
     return ", ".join(parts)
@@ -54,40 +79,69 @@ class Space:
     base: Settings
     slots: int
     threads: tuple[int, ...]
-    depths: tuple[int, ...]
+    looks: Mapping[int, tuple[tuple[str, bool], ...]]  # depth -> (predictor, rolled), most recall first
     widths: tuple[int, ...]
     draft: Draft | None = None  # whose windows the trace holds, if the profile can cost them
+    speculations: tuple[Speculation, ...] = ()
+    dtype: str = "float32"
 
     @classmethod
-    def of(cls, trace: Trace, costs: CostModel, base: Settings, slots: int) -> Space:
-        """Thread counts the profile measured; depths, widths and draft the trace holds (and the profile can cost)."""
+    def of(
+        cls, trace: Trace, costs: CostModel, base: Settings, slots: int, allowed: Sequence[Speculation] = ()
+    ) -> Space:
+        """Threads the profile measured; predictors, depths, widths and draft that the trace holds and it can cost.
+
+        Of the speculations `allowed`, those the trace has predictions for.
+        """
         shape = costs.shape
-        tables = {depth: table for (name, depth), table in trace.predictions.items() if name == "gate"}
-        costed = any(m.probe == "predict" for m in costs.profile.measurements)
-        depths = tuple(d for d in (1, 2) if costed and all(at in tables for at in range(1, d + 1)))
-        widest = min((table.shape[2] for table in tables.values()), default=0)
+        looks = _looks(trace, costs)
+        tables = [
+            trace.predictions[_key(name, rolled, at), at]
+            for depth, found in looks.items()
+            for name, rolled in found
+            for at in range(1, depth + 1)
+        ]
+        widest = min((table.shape[2] for table in tables), default=0)
         widths = {w for w in (max(1, shape.top_k // 2), shape.top_k, widest) if 0 < w <= widest}
         recorded = recorded_draft(trace)
         draft = None
         if recorded is not None and costs.has_windows(recorded[0]):
             draft = Draft.model_validate({"kind": recorded[0], "gamma": recorded[1]})
-        return cls(shape, base, slots, costs.cpu_threads, depths, tuple(sorted(widths)), draft)
+        ready = {name for name, _ in looks.get(1, ())} if costs.measured("speculated") else set()
+        usable = tuple(s for s in allowed if s.predictor in ready and shape.top_k in widths)
+        dtype = costs.profile.meta.dtype
+        return cls(shape, base, slots, costs.cpu_threads, looks, tuple(sorted(widths)), draft, usable, dtype)
+
+    def budget(self, settings: Settings) -> int:
+        """Slots, persistent and staging, beside the calibration that `settings` keep on the device."""
+        size = self.shape.expert_bytes(self.dtype)
+        more = predictor_bytes(self.shape, self.dtype, settings) - predictor_bytes(self.shape, self.dtype, self.base)
+        return self.slots - -(-more // size)
 
     def uniform(self, **changes: Any) -> Settings | None:
         """`base` with `changes` and the largest uniform slot count; None if its staging does not fit."""
         settings = self.base.changed(slots_per_layer=None, cache_ratio=None, **changes)
         try:
-            counts = check_slots(settings, self.shape, self.slots, 1)
+            counts = check_slots(settings, self.shape, self.budget(settings), 1)
         except BudgetError:
             return None
         return settings.changed(slots_per_layer=counts)
 
     def prefetches(self) -> Iterator[dict[str, Any]]:
         """Prefetch options, off first."""
-        yield {"predictor": "none", "prefetch_depth": 0, "prefetch_width": None}
-        for depth in self.depths:
+        yield NO_PREFETCH
+        for depth, ((name, rolled), *_) in self.looks.items():
             for width in self.widths:
-                yield {"predictor": "gate", "prefetch_depth": depth, "prefetch_width": width}
+                yield {**_look(name, rolled), "prefetch_depth": depth, "prefetch_width": width}
+        for found in self.speculations:
+            depth = {"prefetch_depth": 1, "prefetch_width": self.shape.top_k}
+            yield {**_look(found.predictor, False), **depth, "speculate_layers": found.layers}
+
+    def loss_pct(self, settings: Settings) -> float:
+        """What `settings` lose, as measured: 0 where they change no text."""
+        layers = settings.speculated(self.shape)
+        known = {(s.predictor, s.layers): s.loss_pct for s in self.speculations}
+        return known[settings.predictor, layers] if layers else 0.0
 
     def misses(self) -> Iterator[dict[str, Any]]:
         """Miss actions with thread count and admission."""
@@ -104,8 +158,9 @@ class Space:
         uniform.append(("cache off", off if staging_slots(off, self.shape) <= self.slots else None))
         for prefetch in self.prefetches():
             if prefetch["prefetch_depth"]:
-                depth, width = prefetch["prefetch_depth"], prefetch["prefetch_width"]
-                uniform.append((f"uniform, depth {depth}, width {width}", self.uniform(**prefetch)))
+                name = "uniform, {predictor}, depth {prefetch_depth}, width {prefetch_width}".format(**prefetch)
+                name += ", speculated" if prefetch["speculate_layers"] else ""
+                uniform.append((name, self.uniform(**prefetch)))
         for miss in self.misses():
             if miss["miss_action"] != "fetch":
                 name = f"uniform, {miss['miss_action']} on {miss['cpu_threads']}, {miss['admission']}"
@@ -122,7 +177,7 @@ class Space:
             return None
         drafted = settings.changed(draft=self.draft.model_dump())
         counts = list(drafted.slots_per_layer or ())
-        over = sum(counts) + staging_slots(drafted, self.shape) - self.slots
+        over = sum(counts) + staging_slots(drafted, self.shape) - self.budget(drafted)
         if over > sum(counts):
             return None
         for _ in range(max(0, over)):
@@ -141,7 +196,43 @@ class Space:
         drafted = self._drafted(settings)
         if drafted is not None:
             yield drafted
+        if settings.prefetch_depth and not settings.speculate_layers:
+            changes += [_look(name, rolled) for name, rolled in self.looks.get(settings.prefetch_depth, ())]
         for change in changes:
             other = settings.changed(**change)
-            if other != settings and sum(other.slots_per_layer or ()) + staging_slots(other, self.shape) <= self.slots:
+            held = sum(other.slots_per_layer or ()) + staging_slots(other, self.shape)
+            if other != settings and held <= self.budget(other):
                 yield other
+
+
+def _look(name: str, rolled: bool) -> dict[str, Any]:
+    return {"predictor": name, "prefetch_rolled": rolled, "speculate_layers": ()}
+
+
+def _key(name: str, rolled: bool, depth: int) -> str:
+    look = {"predictor": name, "prefetch_depth": max(2, depth) if rolled else depth, "prefetch_rolled": rolled}
+    return Settings.parse(look).prediction(depth)
+
+
+def _looks(trace: Trace, costs: CostModel) -> dict[int, tuple[tuple[str, bool], ...]]:
+    """Per depth the predictors (and whether rolled) whose predictions are all there and costed, most recall first."""
+    found: dict[int, tuple[tuple[str, bool], ...]] = {}
+    for depth in range(1, MAX_PREFETCH_DEPTH + 1):
+        known = [
+            (name, rolled)
+            for name in GATE_SIDE
+            for rolled in ((False, True) if depth > 1 else (False,))
+            if all((_key(name, rolled, at), at) in trace.predictions for at in range(1, depth + 1))
+            and costs.measured(predict_probe(_key(name, rolled, depth)))
+        ]
+        if known:
+            recall = {look: _recall(trace, trace.predictions[_key(*look, depth), depth], depth) for look in known}
+            found[depth] = tuple(sorted(known, key=lambda look: -recall[look]))
+    return found
+
+
+def _recall(trace: Trace, predicted: NDArray[np.int16], depth: int) -> float:
+    """Share of the experts of the first decode rows that are among the first k predicted."""
+    rows = np.flatnonzero(trace.phase != PREFILL)[:RECALL_ROWS]
+    experts, guesses = trace.experts[rows, depth:], predicted[rows, depth:, : trace.meta.top_k]
+    return float((experts[..., None] == guesses[:, :, None]).any(-1).mean()) if len(rows) else 0.0

@@ -68,6 +68,11 @@ class _Point:
     assumed: bool
 
 
+def predict_probe(predictor: str) -> str:
+    """The probe that measured predictions of `predictor`, rolled forms included."""
+    return "predict" if predictor == "gate" else f"predict_{predictor}"
+
+
 def worst(*sources: Source) -> Source:
     """The least trustworthy of `sources`."""
     return _SEVERITY[max(map(_SEVERITY.index, sources))]
@@ -206,8 +211,11 @@ class CostModel:
 
     def predict(self, settings: Settings, depth: int) -> Cost:
         """Predictions for `depth` later layers by the predictor of `settings`."""
-        name = settings.prediction(depth)
-        return self.cost("predict" if name == "gate" else f"predict_{name}", depth)
+        return self.cost(predict_probe(settings.prediction(depth)), depth)
+
+    def measured(self, probe: str) -> bool:
+        """Whether the profile holds any measurement of `probe`."""
+        return any(m.probe == probe for m in self.profile.measurements)
 
     @cached_property
     def interrupt_ns(self) -> int:

@@ -12,10 +12,11 @@ import numpy as np
 from foreload.budget import slot_budget
 from foreload.errors import MismatchError, UsageError
 from foreload.profiler.schema import HardwareProfile
+from foreload.quality import QualityReport
 from foreload.settings import Settings, check_slots, staging_slots
 from foreload.shape import ModelShape
 from foreload.simulator.bounds import Bounds, bounds
-from foreload.simulator.candidates import Candidate, Space, family
+from foreload.simulator.candidates import NO_PREFETCH, Candidate, Space, Speculation, family
 from foreload.simulator.costs import CostModel
 from foreload.simulator.engine_model import simulate
 from foreload.simulator.replay import Outcomes
@@ -44,6 +45,7 @@ class TuneResult:
     fit: tuple[int, ...]  # requests the programs saw
     select: tuple[int, ...]  # requests that chose
     held_out: tuple[int, ...]  # requests that did neither; empty in a short trace
+    quality_loss_pct: float = 0.0  # of the best: measured rise in perplexity; 0 where the text stays as it is
 
     @property
     def kept_default(self) -> bool:
@@ -72,6 +74,7 @@ class TuneResult:
             "best": _shown(self.best),
             "families": [_shown(candidate) for candidate in self.families()],
             "bounds": self.bounds.as_dict(),
+            "quality_loss_pct": self.quality_loss_pct,
         }
 
 
@@ -110,10 +113,13 @@ def tune(
     context_tokens: int | None = None,
     slots: int | None = None,
     base: Settings | None = None,
+    quality: QualityReport | None = None,
+    max_quality_loss_pct: float | None = None,
     progress: Progress | None = None,
 ) -> TuneResult:
     """The best settings for a memory budget: `vram_bytes` (with `context_tokens` of keys and values, default the
     trace's longest) or `slots`, persistent and staging. What is not tuned is taken from `base`, the default to beat.
+    Settings that change the text compete only if `quality` measured them to lose at most `max_quality_loss_pct`.
 
     Deterministic. Raises BudgetError if the budget cannot hold staging, MismatchError if trace, profile and shape do
     not belong together or the trace has no decode steps.
@@ -129,7 +135,29 @@ def tune(
     costs = CostModel(profile, shape, dtype)
     start = chosen.changed(slots_per_layer=None, cache_ratio=None)
     check_slots(start, shape, slots, costs.expert_bytes)
-    return _Tuner(trace, costs, Space.of(trace, costs, start, slots), progress).run()
+    allowed = _allowed(trace, quality, max_quality_loss_pct)
+    known = {(found.predictor, found.layers) for found in allowed}
+    if start.speculate_layers and (start.predictor, start.speculated(shape)) not in known:
+        raise UsageError(
+            "the settings to beat speculate, which changes the text: give their measured loss (foreload quality) and "
+            "a budget for it that holds them"
+        )
+    return _Tuner(trace, costs, Space.of(trace, costs, start, slots, allowed), progress).run()
+
+
+def _allowed(trace: Trace, quality: QualityReport | None, budget_pct: float | None) -> list[Speculation]:
+    """What was measured to lose at most `budget_pct`, of this model alone."""
+    if (quality is None) != (budget_pct is None):
+        raise UsageError("a quality budget and measured losses (foreload quality) go together: give both or none")
+    if quality is None or budget_pct is None:
+        return []
+    if quality.weights_hash != trace.meta.weights_hash:
+        raise MismatchError(
+            f"quality report: of {quality.model!r} with weights {quality.weights_hash}, the recording is of "
+            f"{trace.meta.model!r} with weights {trace.meta.weights_hash}"
+        )
+    measured = [(v, quality.loss_pct(v)) for v in quality.variants if v.layers and not v.in_prompts]
+    return [Speculation(v.predictor, v.layers, loss) for v, loss in measured if loss <= budget_pct]
 
 
 class _Tuner:
@@ -139,7 +167,7 @@ class _Tuner:
         self._progress = progress or (lambda done, total, what: None)
         self._simulated: dict[Settings, Candidate] = {}
         self._replays: dict[tuple[Any, ...], list[Outcomes]] = {}
-        self._loaded: dict[int, list[Request]] = {}
+        self._loaded: dict[tuple[Any, ...], list[Request]] = {}
 
     def run(self) -> TuneResult:
         """Plan, shorten, simulate, refine, choose."""
@@ -156,11 +184,11 @@ class _Tuner:
         return self._result(fixed[0].settings)
 
     def _requests(self, settings: Settings) -> list[Request]:
-        depth = settings.prefetch_depth
-        if depth not in self._loaded:
+        depth, key = settings.prefetch_depth, _looked(settings)
+        if key not in self._loaded:
             wide = settings.changed(prefetch_width=max(self.space.widths)) if depth else settings
-            self._loaded[depth] = load_requests(self.trace, self.space.shape, wide, self.fit)
-        loaded = self._loaded[depth]
+            self._loaded[key] = load_requests(self.trace, self.space.shape, wide, self.fit)
+        loaded = self._loaded[key]
         width = settings.width(self.space.shape)
         return [replace(r, predicted=tuple(np.ascontiguousarray(p[:, :, :width]) for p in r.predicted)) for r in loaded]
 
@@ -182,15 +210,13 @@ class _Tuner:
     def _eviction(self, context: int) -> str:
         """The eviction order whose plan without prefetch or CPU is cheapest; winners are tried with the others too."""
         base = self.space.base
-        plain = base.changed(
-            miss_action="fetch", admission="demand", predictor="none", prefetch_depth=0, prefetch_width=None, **PLAIN
-        )
+        plain = base.changed(miss_action="fetch", admission="demand", **NO_PREFETCH, **PLAIN)
         plans = [self._plan(plain.changed(eviction=name), context) for name in ("lru", "lfu", "lfru")]
         found = [plan for plan in plans if plan is not None]
         return min(found, key=lambda plan: plan.planned_ns or 0.0).settings.eviction if found else base.eviction
 
     def _plan(self, settings: Settings, context: int) -> Candidate | None:
-        shape, room = self.space.shape, self.space.slots - staging_slots(settings, self.space.shape)
+        shape, room = self.space.shape, self.space.budget(settings) - staging_slots(settings, self.space.shape)
         if room < 0:
             return None
         table = layer_costs(self._grid(settings), self.costs, settings, context)
@@ -208,8 +234,8 @@ class _Tuner:
             threads,
             settings.admission,
             settings.eviction,
-            settings.prefetch_depth,
             settings.prefetch_width,
+            *_looked(settings),
         )
         if key not in self._replays:
             self._replays[key] = replay_grid(self._requests(settings), self.costs, settings)
@@ -245,6 +271,7 @@ class _Tuner:
             fit=self.fit,
             select=self.select,
             held_out=self.held_out,
+            quality_loss_pct=self.space.loss_pct(best.settings),
         )
 
     def _bounds(self) -> Bounds:
@@ -260,6 +287,11 @@ class _Tuner:
         if not self.held_out or candidate.report is not None:
             return candidate
         return replace(candidate, report=self._run(candidate.settings, self.held_out))
+
+
+def _looked(settings: Settings) -> tuple[Any, ...]:
+    """What decides which predictions are read, and which are executed."""
+    return settings.predictor, settings.prefetch_rolled, settings.prefetch_depth, settings.speculate_layers
 
 
 def _short_list(plans: Sequence[Candidate]) -> list[Candidate]:

@@ -12,6 +12,7 @@ from foreload.cli.inputs import ContextIn, Inputs, ProfileIn, TraceIn, VramIn, l
 from foreload.cli.output import JsonFlag, Output, facts, table
 from foreload.cli.simulate import link_text
 from foreload.errors import FileError, UsageError
+from foreload.quality import QualityReport
 from foreload.units import format_bytes
 
 if TYPE_CHECKING:
@@ -34,6 +35,13 @@ def tune(
     settings: Annotated[
         Path | None, typer.Option("--settings", metavar="FILE", help="The default to beat. Default: the defaults.")
     ] = None,
+    quality: Annotated[
+        Path | None, typer.Option("--quality", metavar="FILE", help="Measured losses, from foreload quality --out.")
+    ] = None,
+    max_quality_loss: Annotated[
+        float | None,
+        typer.Option("--max-quality-loss", metavar="PERCENT", help="With --quality: rise in perplexity to accept."),
+    ] = None,
     run: Annotated[
         Path | None, typer.Option("--run", metavar="DIR", help="Also write a run folder for `foreload report`.")
     ] = None,
@@ -41,13 +49,17 @@ def tune(
 ) -> None:
     """Find the best settings for a machine and a recording.
 
-    Integer programs propose, the simulator decides; the default stays unless something clearly beats it.
+    Integer programs propose, the simulator decides; the default stays unless something clearly beats it. Settings that
+    change the text never compete without --max-quality-loss.
     """
     output = Output(as_json)
     if (vram is None) == (slots is None):
         raise UsageError("give the memory budget with --vram or --slots, one of them")
     inputs = load_inputs(profile, trace, output)
-    result = _tune(inputs, _base(settings), vram, slots, context, output)
+    if (quality is None) != (max_quality_loss is None):
+        raise UsageError("--quality and --max-quality-loss go together: give both or none")
+    report = None if quality is None else QualityReport.load(quality)
+    result = _tune(inputs, _base(settings), vram, slots, context, output, report, max_quality_loss)
     result.best.settings.save(out)
     if run is not None:
         write_run(run, result, inputs, profile, trace)
@@ -71,7 +83,14 @@ def _base(path: Path | None) -> Settings:
 
 
 def _tune(
-    inputs: Inputs, base: Settings, vram: str | None, slots: int | None, context: int | None, output: Output
+    inputs: Inputs,
+    base: Settings,
+    vram: str | None,
+    slots: int | None,
+    context: int | None,
+    output: Output,
+    quality: QualityReport | None,
+    max_quality_loss_pct: float | None,
 ) -> TuneResult:
     from foreload.simulator.tune import tune as search
 
@@ -85,6 +104,8 @@ def _tune(
             inputs.dtype,
             slots=budget,
             base=base,
+            quality=quality,
+            max_quality_loss_pct=max_quality_loss_pct,
             progress=lambda done, total, what: progress.update(task, description=what, completed=done, total=total),
         )
 
@@ -117,6 +138,7 @@ def _show(console: Console, values: dict[str, Any], result: TuneResult) -> None:
                 "machine": values["machine"] + link_text(values["emulated_link_bytes_per_s"]),
                 "budget": f"{result.slots} expert slots, staging included",
                 "best": result.best.settings.describe(),
+                **_text(result),
                 "written to": values["file"],
             },
         )
@@ -128,6 +150,14 @@ def _show(console: Console, values: dict[str, Any], result: TuneResult) -> None:
     console.print(table("", ("", "ms per token", "hits", "copied per token", "stall, ms"), rows, note))
     families = [(c.family, f"{c.tpot_ns / 1e6:.3f}") for c in result.families()]
     console.print(table("Best of each family", ("family", "ms per token"), families, "source: simulated, to choose by"))
+
+
+def _text(result: TuneResult) -> dict[str, str]:
+    """What the best settings do to the text, if anything."""
+    if not result.best.settings.speculate_layers:
+        return {}
+    loss = f"changes: perplexity {result.quality_loss_pct:+.2f} % (measured)"
+    return {"text": f"{loss}; simulated on routing that may drift (assumed): record again under these settings"}
 
 
 def _row(name: str, shown: dict[str, Any]) -> tuple[str, ...]:
