@@ -23,6 +23,7 @@ from foreload.errors import FileError, MismatchError
 from foreload.files import atomic_path, parse_model, read_bytes, read_mapping, write_text
 
 META, TENSORS = "calibration.json", "calibration.safetensors"
+GATHER_TOKENS = 32
 Member = Literal["gate", "quasi_hidden", "estimator"]
 
 
@@ -59,6 +60,9 @@ class Calibration:
 
     def default(self, at: int, ids: Tensor, weights: Tensor) -> Tensor:
         """d_l [n, H] fp32: what the experts `ids` [n, k] executed with `weights` [n, k] add on average."""
+        if len(ids) > GATHER_TOKENS:  # reading all vectors once is less than k for each token
+            dense = weights.new_zeros(len(ids), self.dv.shape[1]).scatter_(1, ids, weights)
+            return dense @ self.dv[at].to(dense.dtype) + self.shared[at]
         vectors = self.dv[at][ids].float()
         return torch.bmm(weights[:, None].float(), vectors)[:, 0] + self.shared[at]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -24,11 +23,13 @@ class Estimator(nn.Module):
 
     def forward(self, q: Tensor, layers: Tensor) -> Tensor:
         """q [..., N, H] with `layers` [...], the layer each q comes from: scores [..., N, E]."""
-        z = self.down(q) + self.layer(layers)[..., None, :]
+        return self._scores(self.down(q) + self.layer(layers)[..., None, :])
+
+    def at(self, layer: int, q: Tensor) -> Tensor:
+        """q [N, H] that all come from `layer`: scores [N, E]. Copies nothing from the host."""
+        return self._scores(self.down(q) + self.layer.weight[layer])
+
+    def _scores(self, z: Tensor) -> Tensor:
         z = z + self.outer(functional.silu(self.inner(z)))
         scores: Tensor = self.head(self.norm(z))
         return scores
-
-    def at(self, layer: int, q: Tensor) -> Tensor:
-        """q [N, H] that all come from `layer`: scores [N, E]."""
-        return self.forward(q, torch.tensor(layer, device=q.device))

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
+from foreload.backend.predict.calibration import Calibration, CalibrationMeta
+from foreload.backend.predict.network import Estimator
+from foreload.machine import software
 from recipes.train.data import Windows
 
 from .live import Live, State
-from .predictors import Calibration, Estimator
 
 Batch = Callable[[], Tensor]
 
@@ -96,9 +97,17 @@ def train_estimator(
 
 
 def calibrate(
-    live: Live, windows: Windows, *, shape: tuple[int, int], dv_tokens: int, seconds: float, sample: int, seed: int
+    live: Live,
+    windows: Windows,
+    weights_sha256: str,
+    *,
+    shape: tuple[int, int],
+    dv_tokens: int,
+    seconds: float,
+    sample: int,
+    seed: int,
 ) -> tuple[Calibration, dict[str, Any]]:
-    """Both parts; `shape` is (rows, length) of a batch."""
+    """Both parts; `shape` is (rows, length) of a batch. The hybrid's choice and recall come later (`finished`)."""
     began = time.perf_counter()
 
     def batch() -> Tensor:
@@ -106,7 +115,15 @@ def calibrate(
 
     dv, counts = default_vectors(live, batch, dv_tokens)
     torch.manual_seed(seed)
-    calibration = Calibration(dv, Estimator(live.c).to(live.device))
+    c = live.c
+    meta = CalibrationMeta(
+        model="topo", weights_hash=weights_sha256[:16], moe_layers=c.layers, experts=c.experts, hidden=c.hidden,
+        texts=("windows of the training text",), tokens={"vectors": dv_tokens}, seed=seed,
+        unseen_experts=int((counts == 0).sum()), estimator={}, hybrid=(), recall={}, software=software(),
+    )  # fmt: skip
+    shared = torch.zeros(c.layers, c.hidden, device=live.device)
+    estimator = Estimator(c.hidden, c.experts, c.layers).to(live.device)
+    calibration = Calibration(meta, dv, shared, estimator)
     report = {
         "default_vector_tokens": dv_tokens, "unseen_experts": int((counts == 0).sum()),
         "default_vector_seconds": round(time.perf_counter() - began, 1), "seed": seed,
@@ -116,8 +133,12 @@ def calibrate(
     return calibration, report
 
 
-def save(calibration: Calibration, path: Path, weights_sha256: str) -> None:
-    """Both parts as one safetensors file."""
-    tensors = {f"estimator.{k}": v.detach().cpu().contiguous() for k, v in calibration.estimator.state_dict().items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file({"dv": calibration.dv.cpu(), **tensors}, path, metadata={"weights_sha256": weights_sha256})
+def finished(calibration: Calibration, report: dict[str, Any], hybrid: list[list[Any]]) -> Calibration:
+    """With how the estimator was trained and what the selection split chose: ready to be saved."""
+    trained = report["estimator"]
+    update = {
+        "hybrid": tuple(map(tuple, hybrid)),
+        "tokens": {**calibration.meta.tokens, "train": trained["tokens"]},
+        "estimator": {name: float(trained[name]) for name in ("steps", "parameters", "final_kl_nats")},
+    }
+    return replace(calibration, meta=calibration.meta.model_copy(update=update))

@@ -59,7 +59,7 @@ class Evaluation:
         """Hybrid choice per depth and layer on the selection split."""
         s = self.sizes
         recalls, _, _ = measure(self.predictor, self._windows(SELECTION, s.select), s.depth, s.batch_rows)
-        self.hybrid = choose_hybrid(pooled(recalls))
+        self.hybrid = [list(row) for row in choose_hybrid(pooled(recalls))]
         self.result["hybrid"] = {f"depth_{h + 1}": row for h, row in enumerate(self.hybrid)}
 
     def recall(self) -> None:

@@ -6,51 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+
+from foreload.backend.predict.recall import RecallSums, choose_hybrid, recall_report, rounded
 
 from .live import Live, State
-from .predictors import PREDICTORS, Predictor
-
-FORMS = ("plain", "rolled")
-METRICS = ("recall", "weighted", "recall_2k", "cosine")
-HYBRID = ("quasi_hidden", "estimator", "gate")  # what `hybrid` chooses from, preferred in this order among equals
-
-
-def recall(guessed: Tensor, true: Tensor, weights: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Sums over tokens of (share of the true experts guessed, share of the true router weight guessed)."""
-    chosen = torch.zeros(len(guessed), experts, device=guessed.device).scatter_(1, guessed, 1.0)
-    hits = chosen.gather(1, true)
-    return hits.mean(-1).sum(), (hits * weights).sum(-1).div(weights.sum(-1)).sum()
-
-
-class Recall:
-    """Sums per predictor, form, depth and target layer over everything added."""
-
-    def __init__(self, predictor: Predictor, depth: int) -> None:
-        c, device = predictor.live.c, predictor.live.device
-        self.predictor, self.depth, self.c = predictor, depth, c
-        shape = (len(PREDICTORS), len(FORMS), depth, c.layers, len(METRICS))
-        self.sums = torch.zeros(shape, dtype=torch.float64, device=device)
-        self.tokens = 0
-
-    def add(self, states: list[State]) -> None:
-        """All layers' states of one exact forward."""
-        wide = min(2 * self.c.top_k, self.c.experts)
-        self.tokens += len(states[0].r)
-        for p, kind in enumerate(PREDICTORS):
-            for f in range(len(FORMS)):
-                for state in states[:-1]:
-                    for h, scores, q in self.predictor.ahead(kind, state, self.depth, rolled=bool(f)):
-                        true = states[state.layer + h]
-                        best = scores.topk(wide, -1).indices
-                        at_k = recall(best[:, : self.c.top_k], true.ids, true.weights, self.c.experts)
-                        at_2k = recall(best, true.ids, true.weights, self.c.experts)
-                        cosine = functional.cosine_similarity(q, true.h, dim=-1).sum()
-                        self.sums[p, f, h - 1, state.layer + h] += torch.stack([*at_k, at_2k[0], cosine])
-
-    def table(self) -> Tensor:
-        """Means [predictor, form, depth, layer, metric], fp64 on the host."""
-        return (self.sums / max(1, self.tokens)).cpu()
+from .predictors import Predictor
 
 
 class Usage:
@@ -85,46 +45,15 @@ class Usage:
         }  # fmt: skip
 
 
-def rounded(values: Tensor) -> list[float]:
-    """Four decimals."""
-    return [round(float(v), 4) for v in values.tolist()]
-
-
-def choose_hybrid(selection: Tensor) -> list[list[str | None]]:
-    """Per depth and target layer: the predictor of best plain recall on the selection split; None for no target."""
-    order = [PREDICTORS.index(name) for name in HYBRID]
-    choice: list[list[str | None]] = []
-    for depth in range(selection.shape[2]):
-        best = selection[order, 0, depth, :, 0].argmax(0).tolist()
-        choice.append([None if layer <= depth else HYBRID[b] for layer, b in enumerate(best)])
-    return choice
-
-
-def recall_report(report: Tensor, choice: list[list[str | None]]) -> dict[str, Any]:
-    """Per predictor, form and depth: each metric by target layer (from the first there is), and its mean."""
-    result: dict[str, Any] = {}
-    for depth in range(report.shape[2]):
-        for f, form in enumerate(FORMS):
-            rows = {name: report[p, f, depth] for p, name in enumerate(PREDICTORS)}
-            picks = [PREDICTORS.index(name or "gate") for name in choice[depth]]
-            rows["hybrid"] = torch.stack([report[p, f, depth, layer] for layer, p in enumerate(picks)])
-            for name, row in rows.items():
-                values = row[depth + 1 :]
-                entry: dict[str, Any] = {m: rounded(values[:, i]) for i, m in enumerate(METRICS)}
-                entry["mean"] = {m: round(float(values[:, i].mean()), 4) for i, m in enumerate(METRICS)}
-                result.setdefault(name, {}).setdefault(form, {})[f"depth_{depth + 1}"] = entry
-    return result
-
-
 @torch.no_grad()
 def measure(
     predictor: Predictor, windows: dict[str, Tensor], depth: int, batch_rows: int
-) -> tuple[dict[str, Recall], Usage, dict[str, Usage]]:
+) -> tuple[dict[str, RecallSums], Usage, dict[str, Usage]]:
     """Recall per kind of text and routing statistics over windows {kind: [W, T]}."""
     live = predictor.live
     total, recalls, usages = Usage(live), {}, {}
     for kind, rows in windows.items():
-        recalls[kind], usages[kind] = Recall(predictor, depth), Usage(live)
+        recalls[kind], usages[kind] = RecallSums(predictor.gates, predictor.calibration, depth), Usage(live)
         for part in rows.split(batch_rows):
             states: list[State] = []
             live.forward(part.to(live.device), visit=states.append)
@@ -134,7 +63,10 @@ def measure(
     return recalls, total, usages
 
 
-def pooled(recalls: dict[str, Recall]) -> Tensor:
+def pooled(recalls: dict[str, RecallSums]) -> Tensor:
     """The table over all kinds together, weighted by tokens."""
     tokens = sum(r.tokens for r in recalls.values())
     return torch.stack([r.sums for r in recalls.values()]).sum(0).cpu() / max(1, tokens)
+
+
+__all__ = ["RecallSums", "Usage", "choose_hybrid", "measure", "pooled", "recall_report"]

@@ -6,14 +6,14 @@ speculation is a mask: prompt tokens route truly (except where the variant says 
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+
+from foreload.backend.quality import Loss
 
 from .live import Live
 from .predictors import Predictor, Speculation
@@ -21,29 +21,13 @@ from .predictors import Predictor, Speculation
 Kinds = Sequence[str | None]
 
 
-class Loss:
-    """Sums over measured tokens of one variant."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.sums = torch.zeros(3, dtype=torch.float64, device=device)
-        self.tokens = 0
-
-    def add(self, logits: Tensor, exact: Tensor, targets: Tensor) -> None:
-        """logits and exact [N, V] fp32, targets [N]."""
-        ours, theirs = logits.log_softmax(-1), exact.log_softmax(-1)
-        nats = functional.nll_loss(ours, targets, reduction="sum")
-        kl = functional.kl_div(ours, theirs, reduction="sum", log_target=True)
-        agree = (logits.argmax(-1) == exact.argmax(-1)).sum()
-        self.sums += torch.stack([nats.double(), kl.double(), agree.double()])
-        self.tokens += len(targets)
-
-    def report(self) -> dict[str, float]:
-        """Perplexity, mean KL(exact || variant) in nats, share of equal first choices."""
-        nats, kl, agree = (float(x) / max(1, self.tokens) for x in self.sums.tolist())
-        return {
-            "nats_per_token": round(nats, 5), "perplexity": round(math.exp(min(nats, 50.0)), 4), "kl": round(kl, 5),
-            "top1_agreement": round(agree, 5), "tokens": self.tokens,
-        }  # fmt: skip
+def report(loss: Loss) -> dict[str, float]:
+    """Perplexity, mean KL(exact || variant) in nats, share of equal first choices; rounded."""
+    found = loss.figures()
+    return {
+        "nats_per_token": round(found.nats_per_token, 5), "perplexity": round(found.perplexity, 4),
+        "kl": round(found.kl, 5), "top1_agreement": round(found.top1_agreement, 5), "tokens": found.tokens,
+    }  # fmt: skip
 
 
 def _scores(live: Live, part: Tensor, prompt: int, speculation: Speculation | None) -> Tensor:
@@ -87,8 +71,8 @@ def quality(
                     scores = _scores(live, part, prompt, _speculation(predictor, kinds, part, prompt, everywhere))
                 losses[name].add(scores, exact, targets)
                 total[name].add(scores, exact, targets)
-        result[kind] = {name: loss.report() for name, loss in losses.items()}
-    result["all"] = {name: loss.report() for name, loss in total.items()}
+        result[kind] = {name: report(loss) for name, loss in losses.items()}
+    result["all"] = {name: report(loss) for name, loss in total.items()}
     return result
 
 
@@ -120,5 +104,5 @@ def layers_alone(
             only[layer] = kind
             loss = Loss(live.device)
             loss.add(_scores(live, part, prompt, _speculation(predictor, only, part, prompt, False)), exact, targets)
-            result[kind].append(loss.report())
+            result[kind].append(report(loss))
     return result

@@ -33,9 +33,9 @@ from recipes.train.model import Model
 from recipes.train.train import Trainer
 
 from . import bundle, evaluate
-from .calibrate import calibrate, save
+from .calibrate import calibrate, finished
 from .live import Live
-from .predictors import Calibration, Predictor
+from .predictors import Predictor
 from .profile import profile_training
 from .provenance import card, machine, sha256, software, trace_meta
 from .record import Plan, Recorder
@@ -159,11 +159,14 @@ class Run:
         with self.stage("calibrate", needed=True):
             windows = Windows(ids, self.device, seed=1000)
             found, self.result["calibration"] = calibrate(
-                live, windows, shape=scale.batch, dv_tokens=scale.dv_tokens, seconds=scale.estimator_seconds,
-                sample=scale.estimator_sample, seed=2,
+                live, windows, self.result["weights_sha256"], shape=scale.batch, dv_tokens=scale.dv_tokens,
+                seconds=scale.estimator_seconds, sample=scale.estimator_sample, seed=2,
             )  # fmt: skip
-            save(found, self.out / "calibration/topo.safetensors", self.result["weights_sha256"])
-        return Predictor(live, Calibration(found.dv, found.estimator))
+        return Predictor(live, found)
+
+    def save_calibration(self, predictor: Predictor, hybrid: list[list[str | None]]) -> None:
+        """As `foreload calibrate` would, in OUT/calibration."""
+        finished(predictor.calibration, self.result["calibration"], hybrid).save(self.out / "calibration")
 
     def record(self, live: Live, predictor: Predictor, texts: Texts) -> Recorder:
         """All recordings."""
@@ -221,6 +224,8 @@ class Run:
             for name, step in measured.steps(time.perf_counter() + max(10.0, self.left() - 20.0)):
                 with self.stage(name):
                     step()
+                    if name == "select":
+                        self.save_calibration(predictor, measured.hybrid)
         with self.stage("cards"):
             self.cards(recorder)
         if self.left() > 45 or self.args.tiny:

@@ -14,6 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from foreload.backend.predict.calibration import Calibration, CalibrationMeta
+from foreload.backend.predict.network import Estimator
+from foreload.backend.predict.recall import recalled
+from foreload.backend.quality import Loss
 from recipes.train.config import Config
 from recipes.train.data import Windows
 from recipes.train.export import END_ID, export, round_to_bf16
@@ -23,9 +27,8 @@ from recipes.train.model import Model
 from .calibrate import default_vectors
 from .decode import Decoder, Sampler
 from .live import Live, State
-from .measure import recall
-from .predictors import Calibration, Estimator, Predictor, Speculation
-from .quality import Loss
+from .predictors import Predictor, Speculation
+from .quality import report
 from .verify import NgramDraft, ngram, verify
 
 CONFIG = Path(__file__).parent.parent / "train/configs/tiny_topo.json"
@@ -186,12 +189,18 @@ def check_measures(live: Live) -> None:
     """A perfect predictor, speculation with an empty mask, and quality of a model against itself."""
     ids = torch.tensor([[1, 2], [3, 0]])
     share = torch.tensor([[0.6, 0.4], [0.7, 0.3]])
-    _equal("perfect recall", [float(x) for x in recall(ids, ids, share, 5)], [2.0, 2.0])
-    half = recall(torch.tensor([[1, 4], [3, 1]]), ids, share, 5)
+    _equal("perfect recall", [float(x) for x in recalled(ids, ids, share, 5)], [2.0, 2.0])
+    half = recalled(torch.tensor([[1, 4], [3, 1]]), ids, share, 5)
     _close("half recall", torch.stack(half), torch.tensor([1.0, 1.3]))
     tokens = torch.randint(1, 4096, (1, 20), generator=torch.Generator().manual_seed(6))
     dv = torch.randn(live.c.layers, live.c.experts, live.c.hidden)
-    predictor = Predictor(live, Calibration(dv, Estimator(live.c).requires_grad_(False)))
+    c = live.c
+    meta = CalibrationMeta(
+        model="tiny", weights_hash="", moe_layers=c.layers, experts=c.experts, hidden=c.hidden, texts=(), tokens={},
+        seed=0, unseen_experts=0, estimator={}, hybrid=(), recall={}, software={},
+    )  # fmt: skip
+    estimator = Estimator(c.hidden, c.experts, c.layers).requires_grad_(False)
+    predictor = Predictor(live, Calibration(meta, dv, torch.zeros(c.layers, c.hidden), estimator))
     ids, share = torch.tensor([[1, 2], [3, 0]]), torch.tensor([[0.6, 0.4], [0.7, 0.3]])
     gathered = (dv[1][ids] * share[..., None]).sum(1)
     _close("weighted default vectors", predictor.calibration.default(1, ids, share), gathered)
@@ -204,8 +213,8 @@ def check_measures(live: Live) -> None:
     loss = Loss(torch.device("cpu"))
     loss.add(exact[0, :-1], exact[0, :-1], tokens[0, 1:])
     direct = functional.cross_entropy(exact[0, :-1], tokens[0, 1:]).exp()
-    _close("perplexity", torch.tensor(loss.report()["perplexity"]) / direct, torch.tensor(1.0), 1e-4)
-    _equal("agreement and KL with itself", (loss.report()["top1_agreement"], loss.report()["kl"]), (1.0, 0.0))
+    _close("perplexity", torch.tensor(report(loss)["perplexity"]) / direct, torch.tensor(1.0), 1e-4)
+    _equal("agreement and KL with itself", (report(loss)["top1_agreement"], report(loss)["kl"]), (1.0, 0.0))
 
 
 def main() -> None:
