@@ -134,8 +134,8 @@ class Space:
             for width in self.widths:
                 yield {**_look(name, rolled), "prefetch_depth": depth, "prefetch_width": width}
         for found in self.speculations:
-            depth = {"prefetch_depth": 1, "prefetch_width": self.shape.top_k}
-            yield {**_look(found.predictor, False), **depth, "speculate_layers": found.layers}
+            next_layer = {"prefetch_depth": 1, "prefetch_width": self.shape.top_k}
+            yield {**_look(found.predictor, False), **next_layer, "speculate_layers": found.layers}
 
     def loss_pct(self, settings: Settings) -> float:
         """What `settings` lose, as measured: 0 where they change no text."""

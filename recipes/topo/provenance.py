@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from foreload.backend.models.family import ConfigFields
-from foreload.backend.models.qwen3_moe import FAMILY
+from foreload.backend.models.config import ConfigFields
+from foreload.backend.models.qwen import qwen3_moe
 from foreload.traces.schema import TraceMeta
 from recipes.train.config import ModelConfig
 from recipes.train.export import hf_config
@@ -47,7 +47,7 @@ def software() -> dict[str, str]:
 
 def trace_meta(name: str, c: ModelConfig, weights: Path, tokenizer: Path) -> TraceMeta:
     """Metadata common to all recordings of the exported weights; hashes are cut to 16 digits as the engine's are."""
-    shape = FAMILY.shape(ConfigFields(hf_config(c), f"{name}/config.json"))
+    shape = qwen3_moe(ConfigFields(hf_config(c), f"{name}/config.json"))
     return TraceMeta.of(
         shape,
         model=name,
