@@ -62,21 +62,26 @@ def masked_attention(
     heads, n, keys = q.shape[0], q.shape[1], k.shape[1]
     shared = heads // k.shape[0]
     rows = max(1, SCORE_NUMBERS // (heads * keys))
-    at = torch.arange(first, first + keys, device=q.device)
     out = []
     for begin in range(0, n, rows):
         part = q[:, begin : begin + rows]
         count = part.shape[1]
-        own = torch.arange(position + begin, position + begin + count, device=q.device)[:, None]
-        hidden = at > own
-        if window:
-            hidden = hidden | (at <= own - window)
         grouped = part.reshape(k.shape[0], shared * count, -1)
         scores = (grouped @ k.transpose(1, 2) * scale).view(heads, count, keys)
-        weights = softmax_with_sinks(scores.masked_fill(hidden, float("-inf")), sinks).to(v.dtype)
+        own = range(position + begin, position + begin + count)
+        if first + keys - 1 > own[0] or (window and first <= own[-1] - window):
+            scores = scores.masked_fill(_unseen(first, keys, own, window, q.device), float("-inf"))
+        weights = softmax_with_sinks(scores, sinks).to(v.dtype)
         mixed = weights.view(k.shape[0], shared * count, keys) @ v
         out.append(mixed.view(heads, count, -1).transpose(0, 1))
     return torch.cat(out) if len(out) > 1 else out[0]
+
+
+def _unseen(first: int, keys: int, own: range, window: int, device: torch.device) -> Tensor:
+    """Which of the `keys` positions from `first` on a query at each position of `own` does not see, [own, keys]."""
+    at = torch.arange(first, first + keys, device=device)
+    rows = torch.arange(own[0], own[-1] + 1, device=device)[:, None]
+    return (at > rows) | (at <= rows - window) if window else at > rows
 
 
 class GroupedAttention(Attention):

@@ -38,7 +38,8 @@ def _sigmoid(logits: Tensor, correction: Tensor | None, shape: ModelShape) -> Sc
 
 
 def _logits(logits: Tensor, correction: Tensor | None, shape: ModelShape) -> Scores:
-    return logits.float(), logits.float()
+    scores = logits.float()
+    return scores, scores
 
 
 SCORINGS: dict[Scoring, Callable[[Tensor, Tensor | None, ModelShape], Scores]] = {
@@ -68,8 +69,8 @@ def route(logits: Tensor, correction: Tensor | None, shape: ModelShape) -> tuple
     `correction` [experts] is the family's correction bias, if it has one.
     """
     ranked, scores = SCORINGS[shape.scoring](logits, correction, shape)
-    ids = torch.topk(ranked, shape.top_k, dim=-1).indices
-    weights = scores.gather(-1, ids)
+    best, ids = torch.topk(ranked, shape.top_k, dim=-1)
+    weights = best if ranked is scores else scores.gather(-1, ids)
     if shape.scoring == "topk_softmax":
         weights = weights.softmax(dim=-1)
     elif shape.normalise_weights:

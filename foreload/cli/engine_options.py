@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 DeviceName = Literal["auto", "cpu", "cuda"]
 DEFAULT_GAMMA = 4
 
-ModelArg = Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face folder, or `mini` (bundled).")]
+ModelArg = Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face folder, `mini`, or `shape:NAME`.")]
 DeviceFlag = Annotated[DeviceName, typer.Option("--device", help="auto: cuda if a GPU is visible.")]
 DtypeFlag = Annotated[
     Literal["float32", "bfloat16"] | None, typer.Option("--dtype", help="Default: float32 on cpu, bfloat16 on cuda.")

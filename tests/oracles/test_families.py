@@ -12,6 +12,8 @@ from torch import Tensor
 
 from foreload.backend.engine import Engine, EngineOptions
 from foreload.backend.models.checkpoint import Checkpoint
+from foreload.backend.models.decoder import Decoder
+from foreload.backend.predict import PREDICTORS
 from foreload.backend.speculate.base import Proposal
 from foreload.backend.speculate.ngram import NgramDrafter
 from foreload.settings import Settings
@@ -117,6 +119,25 @@ def test_offload(
     models: dict[str, tuple[Any, Path]], name: str, settings: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check(*models[name], SETTINGS[settings], monkeypatch)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", TINY)
+def test_predicted_routing(models: dict[str, tuple[Any, Path]], name: str) -> None:
+    """A later layer's own norm, gate and scoring on any residual stream, as the reference's modules give it."""
+    model, folder = models[name]
+    checkpoint = Checkpoint.open(str(folder))
+    decoder = Decoder(checkpoint, torch.device("cpu"), torch.float32, 8)
+    predictor = PREDICTORS["gate"](decoder, None)
+    stream = torch.randn(9, checkpoint.shape.hidden, generator=torch.Generator().manual_seed(4)) * 2
+    for at in range(checkpoint.shape.n_moe_layers - 1):
+        found = predictor.ahead(at, stream, *decoder.route(at, stream), 1)
+        layer = model.model.layers[checkpoint.shape.moe_layers[at + 1]]
+        router = getattr(layer.mlp, "gate", None) or layer.mlp.router
+        with torch.inference_mode():
+            _, weights, ids = router(layer.post_attention_layernorm(stream))
+        check_routing(*decoder.choose(at + 1, found[0][0]), ids, weights)
+        assert torch.equal(predictor.best(at, found, ids.shape[1])[0].sort().values, ids.sort().values)
 
 
 @pytest.mark.integration
