@@ -21,7 +21,7 @@ from foreload.backend.experts.cpu import make_cpu_experts
 from foreload.backend.experts.link import CudaLink, HostLink, Link
 from foreload.backend.experts.pool import SlotPool
 from foreload.backend.experts.slab import HostSlab
-from foreload.backend.experts.transfer import CopyThread
+from foreload.backend.experts.transfer import Copies, CopyThread
 from foreload.backend.follow import Follower, StopGeneration
 from foreload.backend.forward import Forward
 from foreload.backend.generation import DecodeStep, Generation
@@ -59,6 +59,7 @@ class EngineOptions:
     link_bytes_per_s: int | None = None  # device=cpu: emulated link rate; None: as fast as memory
     calibration: Path | None = None  # folder of `foreload calibrate`; None: the model folder's own, if it has one
     shadow: bool = False  # run the gates of speculated layers too, to count their true recall
+    eager: bool = False  # on cuda: launch every operator, not graphs
     debug_seed: int | None = None  # poison freed slots with NaN and delay copies at random
 
     def __post_init__(self) -> None:
@@ -122,10 +123,7 @@ class Engine:
         self.slab = HostSlab(checkpoint, dtype, options.device == "cuda", progress)  # last: it takes the longest
         check_placement(checkpoint, self.slab, self.pool, decoder, self.device)
         self.cpu = make_cpu_experts(self.slab, self._workers(settings))
-        link = self.make_link()
-        self.copies = CopyThread(self.brain, self.slab, self.pool, link)
-        poison = options.debug_seed is not None
-        self.forward = Forward(decoder, self.slab, self.pool, link, self.copies, self.cpu, poison)
+        self.copies, self.forward, self.path = self._open_forward(decoder)
         if options.shadow:
             self.forward.shadow = Shadow(self.shape.n_moe_layers)
         self.settings = settings
@@ -149,6 +147,22 @@ class Engine:
     def _slot_limit(self, settings: Settings) -> int:
         return slot_budget(self.shape, self.dtype_name, self._vram_bytes, self.options.context_tokens, settings)
 
+    def _open_forward(self, decoder: Decoder) -> tuple[Copies, Forward, str]:
+        """What decodes, and how, in words: graphs on a GPU where this machine has what they need, else eager blocks."""
+        why = "device cpu"
+        if self.options.device == "cuda":
+            from foreload.backend.cuda.open import missing, open_fast
+
+            why = "asked for" if self.options.eager else missing() or ""
+            if not why:
+                fast = open_fast(decoder, self.brain, self.slab, self.pool, self.cpu, self.options.debug_seed)
+                return *fast, "graphs"
+        link = self.make_link()
+        copies = CopyThread(self.brain, self.slab, self.pool, link)
+        poison = self.options.debug_seed is not None
+        forward = Forward(decoder, self.slab, self.pool, link, copies, self.cpu, poison)
+        return copies, forward, f"eager ({why})"
+
     def make_link(self) -> Link:
         """A link of this engine's kind."""
         seed = self.options.debug_seed
@@ -169,6 +183,7 @@ class Engine:
         width, layers = settings.width(self.shape), settings.speculated(self.shape)
         self.forward.look_ahead.follow(used, settings.prefetch_depth, width, layers)
         self._drafts.follow(settings)
+        self.forward.prepare(range(1, settings.draft.gamma + 2))
 
     def predictor(self, name: str, rolled: bool = False) -> Predictor:
         """A predictor of this model; SettingsError if it needs a calibration and there is none."""
@@ -305,7 +320,7 @@ class Engine:
     def place_helpers(self) -> None:
         """Keep the copy thread and the CPU experts off the calling thread's core."""
         cores = other_cores()
-        place_threads([self.copies.thread], cores)
+        place_threads(self.copies.threads, cores)
         self.cpu.place(cores)
 
     def check_request(self, prompt_ids: list[int], max_tokens: int) -> None:
@@ -345,7 +360,8 @@ class Engine:
         dense = format_bytes(self.forward.decoder.dense_bytes)
         slots = f"{sum(self.capacity)} + {len(self.pool) - sum(self.capacity)} slots"
         device = format_bytes(self.pool.allocated_bytes)
-        return f"device: {dense} dense and KV, {device} in {slots}; host: {format_bytes(self.slab_bytes)} experts"
+        host = format_bytes(self.slab_bytes)
+        return f"device: {dense} dense and KV, {device} in {slots}; host: {host} experts; decode steps: {self.path}"
 
     @property
     def slab_bytes(self) -> int:

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from foreload.backend.experts.batch import Batch
 from foreload.backend.experts.cpu import CpuExperts
-from foreload.backend.experts.link import Link
+from foreload.backend.experts.link import Order
 from foreload.backend.experts.pool import SlotPool
 from foreload.backend.experts.slab import HostSlab, run_expert
-from foreload.backend.experts.transfer import CopyThread
+from foreload.backend.experts.transfer import Copies
 from foreload.backend.models.decoder import Decoder
 from foreload.backend.observe import Marks, NoMarks, Observer, RouteLog
 from foreload.backend.policy.state import DECODE, KEPT, N_FREE, PREFILL
@@ -23,6 +23,7 @@ from foreload.backend.policy.step import ACT_CPU, ACT_FETCH, ACT_HIT, ACT_LATE
 from foreload.backend.policy.window import Demand, demand_of
 from foreload.backend.predict.lens import Lens, Seen
 from foreload.backend.predict.lookahead import Guess, LookAhead, Shadow
+from foreload.backend.replay import Replay
 from foreload.traces import schema
 
 LOGIT_ROWS = 32  # so that scoring a prompt of a large vocabulary takes little device memory
@@ -36,8 +37,8 @@ class Forward:
         decoder: Decoder,
         slab: HostSlab,
         pool: SlotPool,
-        link: Link,
-        copies: CopyThread,
+        link: Order,
+        copies: Copies,
         cpu: CpuExperts,
         poison: bool = False,
     ) -> None:
@@ -45,6 +46,7 @@ class Forward:
         self.marks: Marks = NoMarks()
         self.look_ahead = LookAhead(decoder.shape.top_k)
         self.shadow: Shadow | None = None
+        self.replay: Replay | None = None
         self.observer: Observer | None = None
         self._shape = decoder.shape
         self._slab, self._pool, self._link, self._copies, self._cpu = slab, pool, link, copies, cpu
@@ -65,6 +67,13 @@ class Forward:
             self._open = None
             self._copies.phase = DECODE
             self._cpu.drain()
+
+    def follow(self, replay: Replay | None) -> None:
+        """Take routing and predictions of decode steps from a recording from now on; None: from the model."""
+        self.replay = self.look_ahead.replay = replay
+
+    def prepare(self, rows: Sequence[int]) -> None:
+        """Get ready for decode steps of so many tokens under the present settings."""
 
     # Decode
 
@@ -114,6 +123,8 @@ class Forward:
         """Ids and weights [n, k] to execute, and the ids on the host: the guess, or what the gate says."""
         if guess is None:
             ids, weights = self.decoder.route(at, h)
+            if self.replay is not None:
+                ids, weights = self.replay.route(at, len(ids))
             return ids, weights, ids.cpu().numpy()
         if self.shadow is not None:
             self.shadow.compare(at, guess.experts, self.decoder.route(at, h)[0])

@@ -11,14 +11,27 @@ import torch
 from torch import Tensor
 
 
-class Link(ABC):
-    """A first-in first-out channel. `issue` never blocks; `landed` says what has arrived.
-
-    Used by the copy thread alone, except `slot_used` and `when_landed`, which the decoding thread calls.
-    """
+class Order:
+    """How the decoding thread's kernels and the copies into slots are ordered against each other."""
 
     asynchronous: bool
     """Whether a kernel may be queued on a copy that is only issued (`when_landed` orders the two)."""
+
+    def slot_used(self, slots: list[int]) -> None:
+        """The kernels queued so far are the last that read `slots`; the next copy into one waits for them.
+
+        Synchronous links have nothing to remember.
+        """
+
+    def when_landed(self, slot: int) -> None:
+        """Make the kernels queued from now on wait for the copy last issued into `slot`.
+
+        Synchronous links land before they say so.
+        """
+
+
+class Link(Order, ABC):
+    """A first-in first-out channel, used by the copy thread. `issue` never blocks; `landed` says what has arrived."""
 
     @abstractmethod
     def issue(self, key: int, source: Tensor, target: Tensor, slot: int) -> None:
@@ -35,12 +48,6 @@ class Link(ABC):
     @abstractmethod
     def block(self) -> None:
         """Sleep until the oldest copy in flight has landed."""
-
-    def slot_used(self, slots: list[int]) -> None:  # noqa: B027 - synchronous links have nothing to remember
-        """The kernels queued so far are the last that read `slots`; the next copy into one waits for them."""
-
-    def when_landed(self, slot: int) -> None:  # noqa: B027 - synchronous links land before they say so
-        """Make the kernels queued from now on wait for the copy last issued into `slot`."""
 
 
 class HostLink(Link):

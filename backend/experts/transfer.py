@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from foreload.backend.experts.link import Link
 from foreload.backend.experts.pool import SlotPool
@@ -30,7 +32,41 @@ class CopySpan:
     landed_ns: int
 
 
-class CopyThread:
+class Copies(ABC):
+    """Serves a brain's queue. Everything that touches the brain holds `lock`."""
+
+    brain: Brain
+    lock: Any
+    """A context manager; `notify_all` tells the server that something may have been queued."""
+    phase: int
+    """In which phase copies are counted."""
+    spans: list[CopySpan] | None
+    """Copies as they were measured, while this is not None."""
+    threads: list[threading.Thread]
+    """Serving threads that are Python's."""
+
+    @abstractmethod
+    def kick(self) -> None:
+        """Something may have been queued (`lock` held): have it issued."""
+
+    @abstractmethod
+    def take_ready(self, keys: Collection[int]) -> int:
+        """Wait until a copy among `keys` can be used by the next kernel; returns the first in link order."""
+
+    @abstractmethod
+    def wait_landed(self, keys: Collection[int]) -> None:
+        """Wait until all of `keys` have landed."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait until nothing is in flight (`lock` held, after `brain.quiesce`)."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop serving; copies in flight are waited for."""
+
+
+class CopyThread(Copies):
     """Owns the lock under which the brain is used; everything that touches the brain holds `lock`.
 
     An asynchronous link (CUDA) lets the decoding thread go on once a copy is issued, a synchronous one once it landed.
@@ -40,7 +76,7 @@ class CopyThread:
         self.brain = brain
         self.lock = threading.Condition(threading.Lock())
         self.phase = DECODE
-        self.spans: list[CopySpan] | None = None
+        self.spans = None
         self._slab, self._pool, self._link = slab, pool, link
         self._usable = (IN_FLIGHT, LANDED) if link.asynchronous else (LANDED,)
         self._wake_on_issue = link.asynchronous
@@ -48,8 +84,9 @@ class CopyThread:
         self._issued: dict[int, tuple[int, int]] = {}  # key -> (purpose, when) of a copy whose span is wanted
         self._error: BaseException | None = None
         self._stopped = False
-        self.thread = threading.Thread(target=self._run, name="foreload-copy", daemon=True)
-        self.thread.start()
+        self._thread = threading.Thread(target=self._run, name="foreload-copy", daemon=True)
+        self.threads = [self._thread]
+        self._thread.start()
 
     def kick(self) -> None:
         """Something may have been queued (`lock` held): wake the thread if it can issue a copy."""
@@ -92,7 +129,7 @@ class CopyThread:
         with self.lock:
             self._stopped = True
             self.lock.notify_all()
-        self.thread.join()
+        self._thread.join()
 
     def _wait(self) -> None:
         if self._error is not None:

@@ -35,9 +35,10 @@ class Attention(ABC):
         """All device tensors, weights and cache."""
 
 
-def rotate(x: Tensor, rotary: Rotary, position: int) -> Tensor:
-    """x [n, heads, dim] rotated for positions `position`.. ."""
-    cos, sin = (table[position : position + x.shape[0]] for table in rotary)
+def rotate(x: Tensor, rotary: Rotary, position: int | Tensor) -> Tensor:
+    """x [n, heads, dim] rotated for positions `position`.. , or for those in a tensor [n]."""
+    rows = position if isinstance(position, Tensor) else slice(position, position + x.shape[0])
+    cos, sin = (table[rows] for table in rotary)
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 
@@ -89,7 +90,7 @@ class GroupedAttention(Attention):
 
     def __init__(self, shape: ModelShape, layer: int, w: dict[str, Tensor], context: int, rotary: Rotary) -> None:
         """`w` holds the layer's tensors by our names (`tensors.layer_tensors`)."""
-        self.shape, self._rotary = shape, rotary
+        self.shape, self.rotary = shape, rotary
         self.window = shape.window(layer)
         self.qkv = torch.cat([w["q"], w["k"], w["v"]])
         self.qkv_bias = torch.cat([w["q_bias"], w["k_bias"], w["v_bias"]]) if shape.qkv_bias else None
@@ -117,8 +118,8 @@ class GroupedAttention(Attention):
     def attend(self, h: Tensor, position: int) -> Tensor:
         """h [n, hidden] at positions `position`.. -> [n, hidden]; keys and values are kept."""
         heads, n = self.shape.heads, h.shape[0]
-        both, v = self._project(h)
-        both = rotate(both, self._rotary, position).transpose(0, 1)
+        both, v = self.project(h)
+        both = rotate(both, self.rotary, position).transpose(0, 1)
         q, k, v = both[:heads], both[heads:], v.transpose(0, 1)
         if self.window:
             out = self._windowed(q, k, v, position)
@@ -128,7 +129,7 @@ class GroupedAttention(Attention):
             out = self._full(q, position, position + n)
         return F.linear(out.reshape(n, -1), self.o, self.o_bias)
 
-    def _project(self, h: Tensor) -> tuple[Tensor, Tensor]:
+    def project(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys before rotation [n, heads + kv heads, head_dim], and values [n, kv heads, head_dim]."""
         shape, n = self.shape, h.shape[0]
         qkv = F.linear(h, self.qkv, self.qkv_bias)
@@ -193,7 +194,7 @@ class LatentAttention(Attention):
 
     def __init__(self, shape: ModelShape, latent: Latent, w: dict[str, Tensor], context: int, rotary: Rotary) -> None:
         """`w` holds the layer's tensors by our names (`tensors.layer_tensors`)."""
-        self.shape, self.latent, self._rotary = shape, latent, rotary
+        self.shape, self.latent, self.rotary = shape, latent, rotary
         key = latent.nope_dim + latent.rope_dim
         queries = "q_b" if latent.query_rank else "q"
         self.q_a, self.q_a_norm = w.get("q_a"), w.get("q_a_norm")
@@ -225,10 +226,10 @@ class LatentAttention(Attention):
     def attend(self, h: Tensor, position: int) -> Tensor:
         """h [n, hidden] at positions `position`.. -> [n, hidden]; latent rows are kept."""
         shape, latent, n = self.shape, self.latent, h.shape[0]
-        self.rows[position : position + n] = self._row(h, position)
+        self.rows[position : position + n] = self.row(h, position)
         rows = self.rows[: position + n]
         out = masked_attention(
-            self._queries(h, position),
+            self.queries(h, position),
             rows[None],
             rows[None, :, : latent.rank],
             0,
@@ -240,14 +241,14 @@ class LatentAttention(Attention):
         mixed = torch.einsum("nhr,hvr->nhv", out, self.value_up)
         return F.linear(mixed.reshape(n, -1), self.o)
 
-    def _row(self, h: Tensor, position: int) -> Tensor:
+    def row(self, h: Tensor, position: int | Tensor) -> Tensor:
         """What is kept of h [n, hidden]: the normed latent and the rotated key, [n, row]."""
         latent = self.latent
         kept, key = F.linear(h, self.kv_a).split([latent.rank, latent.rope_dim], 1)
         kept = F.rms_norm(kept, (latent.rank,), self.kv_a_norm, LATENT_EPS)
-        return torch.cat([kept, rotate(key[:, None], self._rotary, position)[:, 0]], 1)
+        return torch.cat([kept, rotate(key[:, None], self.rotary, position)[:, 0]], 1)
 
-    def _queries(self, h: Tensor, position: int) -> Tensor:
+    def queries(self, h: Tensor, position: int | Tensor) -> Tensor:
         """Queries against latent rows, [heads, n, row]."""
         latent = self.latent
         if self.q_a is not None:
@@ -255,7 +256,7 @@ class LatentAttention(Attention):
         q = F.linear(h, self.q).view(h.shape[0], self.shape.heads, -1)
         nope, rope = q.split([latent.nope_dim, latent.rope_dim], 2)
         folded = torch.einsum("nhd,hdr->nhr", nope, self.key_up)
-        return torch.cat([folded, rotate(rope, self._rotary, position)], 2).transpose(0, 1)
+        return torch.cat([folded, rotate(rope, self.rotary, position)], 2).transpose(0, 1)
 
 
 def _halves(dim: int) -> Tensor:

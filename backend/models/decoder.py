@@ -93,7 +93,7 @@ class Decoder:
         self.device = device
         self.context_tokens = context_tokens
         self._dtype = dtype
-        self._rotary = rotary_tables(shape, context_tokens, device, dtype)
+        self.rotary = rotary_tables(shape, context_tokens, device, dtype)
         loaded: dict[int | None, dict[str, Tensor]] = {}
         for layer, name, tensor in checkpoint.read_dense(device):
             loaded.setdefault(layer, {})[name] = tensor.to(device, self._kept_as(name))
@@ -109,7 +109,7 @@ class Decoder:
                 waiting = []
             else:
                 waiting.append(block)
-        self._after = waiting
+        self.after = waiting
 
     def _kept_as(self, name: str) -> torch.dtype:
         whole = name in FLOAT32 or (name == "gate" and self.shape.router_float32)
@@ -119,9 +119,9 @@ class Decoder:
         shape = self.shape
         attention: Attention
         if shape.latent is not None:
-            attention = LatentAttention(shape, shape.latent, w, self.context_tokens, self._rotary)
+            attention = LatentAttention(shape, shape.latent, w, self.context_tokens, self.rotary)
         else:
-            attention = GroupedAttention(shape, layer, w, self.context_tokens, self._rotary)
+            attention = GroupedAttention(shape, layer, w, self.context_tokens, self.rotary)
         if layer not in shape.moe_layers:
             return Block(w["input_norm"], attention, w["moe_norm"], Gated.of(w, "dense"))
         return MoeLayer(
@@ -149,12 +149,12 @@ class Decoder:
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors, each once, with where they belong."""
         yield from (("embedding", self.embedding), ("final norm", self.final_norm))
-        yield from (("rotary table", table) for table in self._rotary)
+        yield from (("rotary table", table) for table in self.rotary)
         if not self.shape.tied_embeddings:
             yield "output head", self.head_weight
         for at, layer in enumerate(self.layers):
             yield from ((f"a tensor of MoE layer {at}", tensor) for tensor in layer.tensors())
-        for block in self._after:
+        for block in self.after:
             yield from (("a tensor after the last MoE layer", tensor) for tensor in block.tensors())
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -210,7 +210,7 @@ class Decoder:
 
     def finish(self, x: Tensor, position: int) -> Tensor:
         """The residual stream x [n, hidden] after the last MoE layer, through the dense layers that follow it."""
-        for block in self._after:
+        for block in self.after:
             x = self._dense(block, x, position)
         return x
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from foreload.backend.observe import RouteLog
 from foreload.backend.policy.window import merge_predictions
 from foreload.backend.predict.base import Predictor
+from foreload.backend.replay import Replay
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class LookAhead:
         self.predictor: Predictor | None = None
         self.depth, self.width = 0, top_k
         self.speculated: frozenset[int] = frozenset()
+        self.replay: Replay | None = None
 
     def follow(self, predictor: Predictor | None, depth: int, width: int, speculated: Sequence[int]) -> None:
         """Predict by `predictor` (None: not at all) from now on."""
@@ -45,18 +47,21 @@ class LookAhead:
         speculated. The observer's predictions go to `log`.
         """
         if log is not None:
-            self._record(at, r, ids, weights, log)
+            self.record(at, r, ids, weights, log)
         if self.predictor is None or at + 1 == self.predictor.gates.n_layers:
             return [], None
         found = self.predictor.ahead(at, r, ids, weights, self.depth)
-        ranked = self.predictor.best(at, found, self.width).cpu().numpy()
-        prefetches = [merge_predictions(of_layer) for of_layer in ranked]
+        best = self.predictor.best(at, found, self.width)
+        if self.replay is not None:
+            best = self.replay.guessed(self.predictor, at, best)
+        prefetches = [merge_predictions(of_layer) for of_layer in best.cpu().numpy()]
         if at + 1 not in self.speculated:
             return prefetches, None
         chosen, shares = self.predictor.gates.choose(at + 1, found[0][0])
         return prefetches, Guess(chosen, shares, chosen.cpu().numpy())
 
-    def _record(self, at: int, r: Tensor, ids: Tensor, weights: Tensor, log: RouteLog) -> None:
+    def record(self, at: int, r: Tensor, ids: Tensor, weights: Tensor, log: RouteLog) -> None:
+        """Predictions at layer `at` that an observer wants, for its log."""
         for predictor, depths in log.predictors:
             found = predictor.ahead(at, r, ids, weights, max(depths))
             if found:

@@ -31,6 +31,9 @@ LinkFlag = Annotated[
     str | None, typer.Option("--link", metavar="RATE", help="On cpu: emulate a link of this rate, like 100MB/s.")
 ]
 ContextFlag = Annotated[int, typer.Option("--context", metavar="TOKENS", help="Longest prompt and answer together.")]
+EagerFlag = Annotated[
+    bool, typer.Option("--eager", help="On cuda: launch every operator of a decode step, instead of CUDA graphs.")
+]
 ProfileFlag = Annotated[
     Path | None, typer.Option("--profile", metavar="FILE", help="Machine profile; miss_action `split` decides by it.")
 ]
@@ -60,6 +63,7 @@ def engine_options(
     context: int,
     calibration: Path | None = None,
     shadow: bool = False,
+    eager: bool = False,
 ) -> EngineOptions:
     """The options in force; UsageError for a flag that is wrong."""
     from foreload.backend.engine import EngineOptions
@@ -72,6 +76,7 @@ def engine_options(
         link_bytes_per_s=None if link is None else parse_rate(link, "--link"),
         calibration=calibration,
         shadow=shadow,
+        eager=eager,
     )
 
 

@@ -42,7 +42,8 @@ def profile(
     from foreload.profiler.run import profile as measure
 
     output = Output(as_json)
-    options = engine_options(device, dtype, vram, link, context, calibration)
+    # Blocks of the eager path are what is measured.
+    options = engine_options(device, dtype, vram, link, context, calibration, eager=True)
     settings = bench_settings(Checkpoint.open(model).shape)
     with open_engine(model, options, settings, None, output) as engine, output.progress() as progress:
         task = progress.add_task("profiling", total=None)

@@ -14,6 +14,7 @@ from foreload.cli.engine_options import (
     DeviceFlag,
     DraftFlag,
     DtypeFlag,
+    EagerFlag,
     GammaFlag,
     LinkFlag,
     ModelArg,
@@ -67,6 +68,7 @@ def record(
     context: ContextFlag = 2048,
     calibration: CalibrationFlag = None,
     shadow: ShadowFlag = False,
+    eager: EagerFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Record how the model routes the tokens of prompts.
@@ -83,7 +85,7 @@ def record(
     output = Output(as_json)
     texts = read_prompts(prompts)[:requests]
     chosen = with_draft(load_settings(settings), draft, gamma)
-    options = engine_options(device, dtype, vram, link, context, calibration, shadow)
+    options = engine_options(device, dtype, vram, link, context, calibration, shadow, eager)
     sampling = Sampling(temperature, top_p, seed)
     with (
         open_engine(model, options, chosen, profile, output) as engine,

@@ -13,6 +13,7 @@ from foreload.cli.engine_options import (
     DeviceFlag,
     DraftFlag,
     DtypeFlag,
+    EagerFlag,
     GammaFlag,
     LinkFlag,
     ModelArg,
@@ -55,6 +56,7 @@ def run(
     context: ContextFlag = 2048,
     calibration: CalibrationFlag = None,
     shadow: ShadowFlag = False,
+    eager: EagerFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Generate text, and say what a token cost.
@@ -69,7 +71,7 @@ def run(
         raise UsageError("--system goes with --chat")
     output = Output(as_json)
     chosen = with_draft(load_settings(settings), draft, gamma)
-    options = engine_options(device, dtype, vram, link, context, calibration, shadow)
+    options = engine_options(device, dtype, vram, link, context, calibration, shadow, eager)
     sampling = Sampling(temperature, top_p, seed)
     with open_engine(model, options, chosen, profile, output) as engine:
         if chat or text is None:

@@ -12,6 +12,7 @@ from foreload.cli.engine_options import (
     ContextFlag,
     DeviceFlag,
     DtypeFlag,
+    EagerFlag,
     LinkFlag,
     ModelArg,
     ProfileFlag,
@@ -51,6 +52,7 @@ def serve(
     vram: VramFlag = None,
     link: LinkFlag = None,
     context: ContextFlag = 2048,
+    eager: EagerFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Serve a model over HTTP, with live statistics and settings.
@@ -76,7 +78,7 @@ def serve(
         drain_seconds=drain_seconds,
         record_folder=records,
     )
-    chosen = engine_options(device, dtype, vram, link, context)
+    chosen = engine_options(device, dtype, vram, link, context, eager=eager)
     with listening(options) as bound, open_engine(model, chosen, load_settings(settings), profile, output) as engine:
         name = engine.checkpoint.name
 

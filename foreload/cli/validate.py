@@ -57,7 +57,7 @@ def validate(
     meta = inputs.profile.meta
     longest = int(inputs.trace.position.max(initial=0)) + 2
     link = None if meta.emulated_link_bytes_per_s is None else str(meta.emulated_link_bytes_per_s)
-    options = engine_options(device, meta.dtype, vram, link, longest)
+    options = engine_options(device, meta.dtype, vram, link, longest, eager=True)  # as profiles are measured
     with open_engine(model, options, Settings(cache_ratio=0.0), profile, output) as engine:
         chosen = [Settings.load(path) for path in settings] if settings else grid(inputs, engine)
         comparisons = run(engine, inputs, chosen, requests, repeats, output)

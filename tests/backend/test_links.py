@@ -185,7 +185,7 @@ def test_copy_thread_hands_out_copies_in_link_order(make_copies: MakeCopies) -> 
 def test_errors_of_the_copy_thread_surface(make_copies: MakeCopies, fails_at: str, wait: str) -> None:
     copies = make_copies(BrokenLink(fails_at))
     keys = demand(copies, 0, [1, 2])
-    copies.thread.join()
+    copies.threads[0].join()
     with pytest.raises(InternalError, match="the copy thread stopped: cable unplugged"):
         getattr(copies, wait)(keys)
 
@@ -197,7 +197,7 @@ def test_closing_waits_for_what_is_in_flight(make_copies: MakeCopies) -> None:
     copies.close()
     assert copies.brain.in_flight() == 0
     assert copies.brain.counters[DECODE, 0, Counter.FETCHED] == 2
-    assert not copies.thread.is_alive()
+    assert not copies.threads[0].is_alive()
 
 
 @pytest.mark.integration

@@ -27,11 +27,12 @@ def rope_store(
     CONTEXT: tl.constexpr,
     EPS: tl.constexpr,
     NORM: tl.constexpr,
+    RING: tl.constexpr,
 ) -> None:
     """Program (row, head of q, k or v): normalise and rotate; q to [n, HEADS, DIM], k and v into the cache.
 
     `sin` carries the sign of the first half, so that rotating is x * cos + (x rolled by half) * sin. DIMS: DIM or the
-    next power of two. keys, values: [KV_HEADS, CONTEXT, DIM] of this layer.
+    next power of two. keys, values: [KV_HEADS, CONTEXT, DIM] of this layer; RING: positions go round in it.
     """
     row, head = tl.program_id(0), tl.program_id(1)
     position = tl.load(current + 1) + row
@@ -51,12 +52,13 @@ def rope_store(
             sin + turn, mask=inside, other=0.0
         ).to(tl.float32)
     done = value.to(q.dtype.element_ty)
+    place = position % CONTEXT if RING else position
     if head < HEADS:
         tl.store(q + (row * HEADS + head) * DIM + dims, done, mask=inside)
     elif head < HEADS + KV_HEADS:
-        tl.store(keys + ((head - HEADS) * CONTEXT + position) * DIM + dims, done, mask=inside)
+        tl.store(keys + ((head - HEADS) * CONTEXT + place) * DIM + dims, done, mask=inside)
     else:
-        tl.store(values + ((head - HEADS - KV_HEADS) * CONTEXT + position) * DIM + dims, done, mask=inside)
+        tl.store(values + ((head - HEADS - KV_HEADS) * CONTEXT + place) * DIM + dims, done, mask=inside)
 
 
 @triton.jit
@@ -84,13 +86,13 @@ def attend_chunks(
     """Program (key head, chunk): softmax maximum, sum and weighted values of its keys for all rows and query heads.
 
     largest, weight [n, HEADS, CHUNKS], partial [n, HEADS, CHUNKS, DIM], fp32. M >= 16 rows of the products, of which
-    N * group are used. WINDOW > 0: a row sees that many positions, its own included.
+    N * group are used. WINDOW > 0: a row sees that many positions, its own included, and the cache is a ring.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     kv, chunk = tl.program_id(0), tl.program_id(1)
     position = tl.load(current + 1)
     length = position + N
-    if chunk * CHUNK < length:
+    if (chunk * CHUNK < length) & (chunk * CHUNK < CONTEXT):
         m = tl.arange(0, M)
         dims = tl.arange(0, DIMS)
         used = m < N * GROUP
@@ -101,13 +103,16 @@ def attend_chunks(
         total = tl.zeros([M], tl.float32)
         acc = tl.zeros([M, DIMS], tl.float32)
         for block in range(0, CHUNK, BLOCK):
-            key = chunk * CHUNK + block + tl.arange(0, BLOCK)
-            if chunk * CHUNK + block < length:
-                stored = (key < length)[:, None] & (dims < DIM)[None, :]
-                at_k = (kv * CONTEXT + key) * DIM
+            place = chunk * CHUNK + block + tl.arange(0, BLOCK)
+            if (chunk * CHUNK + block < length) & (chunk * CHUNK + block < CONTEXT):
+                stored = ((place < length) & (place < CONTEXT))[:, None] & (dims < DIM)[None, :]
+                at_k = (kv * CONTEXT + place) * DIM
+                key = place
+                if WINDOW > 0:
+                    key = length - 1 - (length - 1 - place + CONTEXT) % CONTEXT
                 k = tl.load(keys + at_k[:, None] + dims[None, :], mask=stored, other=0.0)
                 score = tl.dot(query, tl.trans(k), input_precision="ieee") * SCALE
-                seen = key[None, :] <= (position + row)[:, None]
+                seen = (key[None, :] <= (position + row)[:, None]) & ((place < CONTEXT) & (key >= 0))[None, :]
                 if WINDOW > 0:
                     seen = seen & (key[None, :] > (position + row - WINDOW)[:, None])
                 score = tl.where(seen & used[:, None], score, float("-inf"))
@@ -138,34 +143,36 @@ def attend_merge(
     DIMS: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNKS_UP: tl.constexpr,
+    USED: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     SINKS: tl.constexpr,
 ) -> None:
     """Program (row, head): out [n, HEADS * DIM] from the chunks that hold keys.
 
-    SINKS: a logit per head that has no value. CHUNKS_UP: CHUNKS or the next power of two; BLOCK of them at a time.
+    SINKS: a logit per head that has no value. CHUNKS_UP: CHUNKS or the next power of two; USED: those
+    that this layer's cache has, added up BLOCK at a time.
     """
     row, head = tl.program_id(0), tl.program_id(1)
     length = tl.load(current + 1) + row + 1
     start = (row * HEADS + head) * CHUNKS
     chunks = tl.arange(0, CHUNKS_UP)
     held = chunks * CHUNK < length
-    tops = tl.load(largest + start + chunks, mask=held & (chunks < CHUNKS), other=float("-inf"))
+    tops = tl.load(largest + start + chunks, mask=held & (chunks < USED), other=float("-inf"))
     top = tl.max(tops, axis=0)
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32)
         top = tl.maximum(top, sink)
-    sums = tl.load(weight + start + chunks, mask=held & (chunks < CHUNKS), other=0.0)
+    sums = tl.load(weight + start + chunks, mask=held & (chunks < USED), other=0.0)
     total = tl.sum(sums * tl.exp(tops - top), axis=0)
     if SINKS:
         total += tl.exp(sink - top)
     dims = tl.arange(0, DIMS)
     acc = tl.zeros([DIMS], tl.float32)
-    for first in range(0, CHUNKS, BLOCK):
+    for first in range(0, USED, BLOCK):
         if first * CHUNK < length:
             some = first + tl.arange(0, BLOCK)
-            there = (some * CHUNK < length) & (some < CHUNKS)
+            there = (some * CHUNK < length) & (some < USED)
             scale = tl.exp(tl.load(largest + start + some, mask=there, other=float("-inf")) - top)
             mask = there[:, None] & (dims < DIM)[None, :]
             part = tl.load(partial + (start + some)[:, None] * DIM + dims[None, :], mask=mask, other=0.0)

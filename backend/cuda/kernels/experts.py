@@ -95,6 +95,7 @@ def _products(
     SCALE_STRIDE: tl.constexpr,
     BIAS: tl.constexpr,
     BIAS_STRIDE: tl.constexpr,
+    BIAS_BYTES: tl.constexpr,
 ) -> tl.tensor:
     """[ROWS] fp32: rows of one matrix of the block at `address` times x [WIDTH], scaled, plus bias."""
     if FORMAT == "mxfp4":
@@ -117,19 +118,25 @@ def _products(
         scales = address.to(tl.pointer_type(tl.float32)) + SCALES // 4 + rows * (SCALE_STRIDE // 4)
         found *= tl.load(scales, mask=inside_rows, other=0.0)
     if BIAS >= 0:
-        biases = address.to(tl.pointer_type(tl.float32)) + BIAS // 4 + rows * (BIAS_STRIDE // 4)
-        found += tl.load(biases, mask=inside_rows, other=0.0)
+        if BIAS_BYTES == 4:
+            biases = address.to(tl.pointer_type(tl.float32)) + BIAS // 4 + rows * (BIAS_STRIDE // 4)
+            found += tl.load(biases, mask=inside_rows, other=0.0)
+        else:
+            narrow = address.to(tl.pointer_type(tl.bfloat16)) + BIAS // 2 + rows * (BIAS_STRIDE // 2)
+            found += tl.load(narrow, mask=inside_rows, other=0.0).to(tl.float32)
     return found
 
 
 @triton.jit
-def _activated(gate: tl.tensor, up: tl.tensor, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr) -> tl.tensor:
-    """silu(gate) * up, or the clamped form of GPT-OSS: (up + 1) * gate * sigmoid(1.702 gate)."""
+def _activated(
+    gate: tl.tensor, up: tl.tensor, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr
+) -> tl.tensor:
+    """silu(gate) * up, or the clamped form of GPT-OSS: (up + 1) * gate * sigmoid(ALPHA gate)."""
     if ACTIVATION == "silu":
         return up * gate * tl.sigmoid(gate)
     gate = tl.minimum(gate, LIMIT)
     up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-    return (up + 1.0) * gate * tl.sigmoid(1.702 * gate)
+    return (up + 1.0) * gate * tl.sigmoid(ALPHA * gate)
 
 
 @triton.jit
@@ -149,6 +156,7 @@ def gate_up(
     ALIGN: tl.constexpr,
     FORMAT: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     GATE: tl.constexpr,
     UP: tl.constexpr,
@@ -159,6 +167,7 @@ def gate_up(
     GATE_BIAS: tl.constexpr,
     UP_BIAS: tl.constexpr,
     BIAS_STRIDE: tl.constexpr,
+    BIAS_BYTES: tl.constexpr,
 ) -> None:
     """Program (group, row tile): activated rows of mid for every item of the group.
 
@@ -182,13 +191,13 @@ def gate_up(
             row = x + (item // K) * HIDDEN
             gate = _products(
                 address, rows, inside, row, HIDDEN, ROWS, COLS, ALIGN, FORMAT, GATE, STRIDE, GATE_SCALES, SCALE_STRIDE,
-                GATE_BIAS, BIAS_STRIDE,
+                GATE_BIAS, BIAS_STRIDE, BIAS_BYTES,
             )  # fmt: skip
             up = _products(
                 address, rows, inside, row, HIDDEN, ROWS, COLS, ALIGN, FORMAT, UP, STRIDE, UP_SCALES, SCALE_STRIDE,
-                UP_BIAS, BIAS_STRIDE,
+                UP_BIAS, BIAS_STRIDE, BIAS_BYTES,
             )  # fmt: skip
-            tl.store(mid + item * WIDTH + rows, _activated(gate, up, ACTIVATION, LIMIT), mask=inside)
+            tl.store(mid + item * WIDTH + rows, _activated(gate, up, ACTIVATION, ALPHA, LIMIT), mask=inside)
 
 
 @triton.jit
@@ -210,6 +219,7 @@ def down(
     SCALE_STRIDE: tl.constexpr,
     BIAS: tl.constexpr,
     BIAS_STRIDE: tl.constexpr,
+    BIAS_BYTES: tl.constexpr,
 ) -> None:
     """Program (group, row tile): unweighted output rows of every item of the group."""
     group, tile = tl.program_id(0), tl.program_id(1)
@@ -223,7 +233,7 @@ def down(
             item = tl.load(items + at)
             found = _products(
                 address, rows, inside, mid + item * WIDTH, WIDTH, ROWS, COLS, ALIGN, FORMAT, DOWN, STRIDE, SCALES,
-                SCALE_STRIDE, BIAS, BIAS_STRIDE,
+                SCALE_STRIDE, BIAS, BIAS_STRIDE, BIAS_BYTES,
             )  # fmt: skip
             tl.store(out + item * HIDDEN + rows, found, mask=inside)
 

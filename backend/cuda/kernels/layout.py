@@ -43,7 +43,9 @@ class BlockLayout:
     down: Part
     block_bytes: int
     activation: Activation = "silu"
-    limit: float = 7.0  # of swiglu_oai
+    alpha: float = 1.702  # of swiglu_oai
+    limit: float = 7.0
+    bias_bytes: Literal[2, 4] = 4  # bfloat16 or float32
 
     @property
     def aligned(self) -> bool:
@@ -55,15 +57,27 @@ class BlockLayout:
 
 
 def float_layout(shape: ModelShape, dtype: Literal["float32", "bfloat16"]) -> BlockLayout:
-    """Gate over up over down, row-major, without scales or biases (`experts.slab.block_views`)."""
-    size = 4 if dtype == "float32" else 2
-    row, matrix = shape.hidden * size, shape.hidden * shape.expert_width * size
+    """A block of plain weights as the slab holds it (`experts.slab.block_views`).
+
+    gate_up, down, then the biases of both; gate rows before up rows, or by turns if the activation is clamped.
+    """
+    size: Literal[2, 4] = 4 if dtype == "float32" else 2
+    hidden, width = shape.hidden, shape.expert_width
+    row, matrix = hidden * size, hidden * width * size
+    turns = shape.activation == "swiglu_oai"
+    pace, second, next_bias = (2, row, size) if turns else (1, matrix, width * size)
+    bias = 3 * matrix if shape.expert_bias else -1
+    up_bias, down_bias = (bias + next_bias, bias + 2 * width * size) if shape.expert_bias else (-1, -1)
     return BlockLayout(
         dtype,
-        shape.hidden,
-        shape.expert_width,
-        gate=Part(0, row),
-        up=Part(matrix, row),
-        down=Part(2 * matrix, shape.expert_width * size),
-        block_bytes=3 * matrix,
+        hidden,
+        width,
+        gate=Part(0, pace * row, bias=bias, bias_stride=pace * size),
+        up=Part(second, pace * row, bias=up_bias, bias_stride=pace * size),
+        down=Part(2 * matrix, width * size, bias=down_bias, bias_stride=size),
+        block_bytes=shape.expert_bytes(dtype),
+        activation=shape.activation,
+        alpha=shape.swiglu_alpha,
+        limit=shape.swiglu_limit,
+        bias_bytes=size,
     )

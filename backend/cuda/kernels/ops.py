@@ -15,8 +15,8 @@ from torch import Tensor
 from foreload.backend.cuda.kernels.layout import ENTRY, BlockLayout
 from foreload.errors import UsageError
 
-WORDS_BEFORE = 16
-"""Words (int32) before the ids in what a layer publishes; the first is the sequence number."""
+TAG = 0x7FFF
+"""The part of a step's number that goes with every id told to the host (`route.publish`)."""
 
 
 @dataclass
@@ -107,8 +107,12 @@ class Ops(ABC):
         q: Tensor,
         cache: tuple[Tensor, Tensor],
         eps: float,
+        ring: bool = False,
     ) -> None:
-        """Per-head norm and rotation of q and k; k and v go into the layer's cache at the current position."""
+        """Per-head norm and rotation of q and k; k and v go into the layer's cache at the current position.
+
+        `ring`: the cache holds the newest positions, each at its number modulo the cache's size.
+        """
 
     @abstractmethod
     def attend(
@@ -122,15 +126,20 @@ class Ops(ABC):
         window: int = 0,
         sinks: Tensor | None = None,
     ) -> None:
-        """Causal attention of q [n, heads, dim] over the cache up to each row's position; out [n, heads * dim]."""
+        """Causal attention of q [n, heads, dim] over the cache up to each row's position; out [n, heads * dim].
+
+        `window` 0: all positions; else so many, and the cache is a ring. `sinks` [heads]: logits without a value.
+        """
 
     @abstractmethod
     def linear_residual(self, x: Tensor, weights: Tensor, bias: Tensor | None, residual: Tensor, y: Tensor) -> None:
         """y = residual + weights @ x + bias."""
 
     @abstractmethod
-    def top_k(self, logits: Tensor, ids: Tensor, weights: Tensor, normalise: bool) -> None:
-        """Softmax over all experts, the k largest in rank order (ties: the lower id)."""
+    def top_k(
+        self, logits: Tensor, ids: Tensor, weights: Tensor, normalise: bool, current: Tensor, words: Tensor | None
+    ) -> None:
+        """Softmax over all experts, the k largest in rank order (ties: the lower id); the ids also go to `words`."""
 
     @abstractmethod
     def replay_routes(
@@ -144,15 +153,9 @@ class Ops(ABC):
 
     @abstractmethod
     def publish(
-        self,
-        current: Tensor,
-        ids: Tensor,
-        predicted: Tensor | None,
-        rows: Tensor,
-        words: Tensor,
-        host_rows: Tensor | None,
+        self, current: Tensor, ids: Tensor, words: Tensor, rows: Tensor | None = None, host_rows: Tensor | None = None
     ) -> None:
-        """Ids, predictions and (with `host_rows`) the experts' input to host memory, then the sequence number."""
+        """Ids to host memory, each tagged with the step's number; before them the experts' input, if it is given."""
 
     @abstractmethod
     def plan_resident(self, ids: Tensor, addresses: Tensor, layer: int, plan: Tensor, listed: Tensor) -> None:

@@ -11,15 +11,19 @@ def top_k(
     logits: tl.tensor,
     ids: tl.tensor,
     weights: tl.tensor,
+    current: tl.tensor,
+    words: tl.tensor,
     EXPERTS: tl.constexpr,
     EXPERTS_UP: tl.constexpr,
     K: tl.constexpr,
     K_UP: tl.constexpr,
     NORMALISE: tl.constexpr,
+    TELL: tl.constexpr,
 ) -> None:
     """Program (row): softmax over all experts in fp32, the K largest in rank order (ties: the lower id).
 
-    logits [n, EXPERTS] fp32; ids [n, K] int64, weights [n, K] fp32. _UP: the next power of two.
+    logits [n, EXPERTS] fp32; ids [n, K] int64, weights [n, K] fp32. _UP: the next power of two. TELL: the ids also go
+    to `words` in host memory, as `publish` writes them.
     """
     row = tl.program_id(0)
     experts, ranks = tl.arange(0, EXPERTS_UP), tl.arange(0, K_UP)
@@ -37,6 +41,9 @@ def top_k(
         chances = chances / tl.sum(chances, axis=0)
     tl.store(ids + row * K + ranks, chosen.to(tl.int64), mask=ranks < K)
     tl.store(weights + row * K + ranks, chances, mask=ranks < K)
+    if TELL:
+        tag = (tl.load(current) & 0x7FFF) << 16
+        tl.store(words + row * K + ranks, tag | chosen, mask=ranks < K)
 
 
 @triton.jit
@@ -91,39 +98,33 @@ def replay_predictions(
 def publish(
     current: tl.tensor,
     ids: tl.tensor,
-    predicted: tl.tensor,
     rows: tl.tensor,
     words: tl.tensor,
     host_rows: tl.tensor,
     IDS: tl.constexpr,
     IDS_UP: tl.constexpr,
-    PREDICTED: tl.constexpr,
-    PREDICTED_UP: tl.constexpr,
     ELEMENTS: tl.constexpr,
     COLS: tl.constexpr,
     FENCE: tl.constexpr,
 ) -> None:
-    """One program: ids, predictions and ELEMENTS of the experts' input go to host memory; then the sequence number.
+    """One program: ids (or predictions, -1: none) go to host memory, after ELEMENTS of the experts' input if any.
 
-    words int32 [16 + IDS + PREDICTED], the first the sequence number, which the host polls. All stores of the block
-    come before the barrier, and the system-wide fence puts them before the number.
+    words int32 [IDS]: the lower 15 bits of the step's number over 16 bits of the id, so that each word says by itself
+    whether it has arrived. The barrier and the system-wide fence put all stores of the block before the words.
     """
-    at = tl.arange(0, IDS_UP)
-    tl.store(words + 16 + at, tl.load(ids + at, mask=at < IDS, other=0).to(tl.int32), mask=at < IDS)
-    if PREDICTED > 0:
-        then = tl.arange(0, PREDICTED_UP)
-        inside = then < PREDICTED
-        tl.store(words + 16 + IDS + then, tl.load(predicted + then, mask=inside, other=-1).to(tl.int32), mask=inside)
     for first in range(0, ELEMENTS, COLS):
         cols = first + tl.arange(0, COLS)
         tl.store(host_rows + cols, tl.load(rows + cols, mask=cols < ELEMENTS), mask=cols < ELEMENTS)
-    tl.debug_barrier()
     number = tl.load(current)
-    if FENCE:
-        number = tl.inline_asm_elementwise(
-            "fence.acq_rel.sys; mov.b32 $0, $1;", "=r,r", [number], dtype=tl.int32, is_pure=False, pack=1
-        )
-    tl.store(words, number)
+    if ELEMENTS > 0:
+        tl.debug_barrier()
+        if FENCE:
+            number = tl.inline_asm_elementwise(
+                "fence.acq_rel.sys; mov.b32 $0, $1;", "=r,r", [number], dtype=tl.int32, is_pure=False, pack=1
+            )
+    at = tl.arange(0, IDS_UP)
+    found = tl.load(ids + at, mask=at < IDS, other=0).to(tl.int32) & 0xFFFF
+    tl.store(words + at, ((number & 0x7FFF) << 16) | found, mask=at < IDS)
 
 
 @triton.jit

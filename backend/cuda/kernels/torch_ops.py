@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from foreload.backend.cuda.kernels.layout import BlockLayout, Part
-from foreload.backend.cuda.kernels.ops import WORDS_BEFORE, AttentionScratch, ExpertBuffers, Ops
+from foreload.backend.cuda.kernels.ops import TAG, AttentionScratch, ExpertBuffers, Ops
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 
@@ -28,7 +28,8 @@ def matrix(memory: Tensor, layout: BlockLayout, part: Part, rows: int, columns: 
     """One matrix of a block in fp32 [rows, columns], and its bias [rows] or None."""
     bias = None
     if part.bias >= 0:
-        bias = _strided(memory, part.bias, part.bias_stride, rows, 4).view(torch.float32)[:, 0]
+        kind = torch.float32 if layout.bias_bytes == 4 else torch.bfloat16
+        bias = _strided(memory, part.bias, part.bias_stride, rows, layout.bias_bytes).view(kind)[:, 0].float()
     if layout.format == "mxfp4":
         packed = _strided(memory, part.at, part.stride, rows, columns // 2)
         codes = torch.stack([packed & 15, packed >> 4], -1).view(rows, columns)
@@ -47,7 +48,7 @@ def activated(gate: Tensor, up: Tensor, layout: BlockLayout) -> Tensor:
     if layout.activation == "silu":
         return F.silu(gate) * up
     gate, up = gate.clamp(max=layout.limit), up.clamp(-layout.limit, layout.limit)
-    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+    return (up + 1) * gate * torch.sigmoid(layout.alpha * gate)
 
 
 class TorchOps(Ops):
@@ -81,6 +82,7 @@ class TorchOps(Ops):
         q: Tensor,
         cache: tuple[Tensor, Tensor],
         eps: float,
+        ring: bool = False,
     ) -> None:
         n, heads, dim = q.shape
         kv_heads, at = cache[0].shape[0], int(current[1])
@@ -91,8 +93,11 @@ class TorchOps(Ops):
         cos, sin = (table[at : at + n].view(n, 1, dim).float() for table in tables)
         qk = qk * cos + qk.roll(dim // 2, -1) * sin
         q.copy_(qk[:, :heads])
-        cache[0][:, at : at + n] = qk[:, heads:].transpose(0, 1).to(q.dtype)
-        cache[1][:, at : at + n] = rows[:, heads + kv_heads :].transpose(0, 1).to(q.dtype)
+        places = torch.arange(at, at + n)
+        if ring:
+            places %= cache[0].shape[1]
+        cache[0][:, places] = qk[:, heads:].transpose(0, 1).to(q.dtype)
+        cache[1][:, places] = rows[:, heads + kv_heads :].transpose(0, 1).to(q.dtype)
 
     def attend(  # noqa: D102
         self,
@@ -110,7 +115,8 @@ class TorchOps(Ops):
         for row in range(n):  # one at a time: a row does not depend on its company
             end = int(current[1]) + row + 1
             start = max(0, end - window) if window else 0
-            keys, values = (part[:, start:end].float().repeat_interleave(group, 0) for part in cache)
+            places = torch.arange(start, end) % cache[0].shape[1]
+            keys, values = (part[:, places].float().repeat_interleave(group, 0) for part in cache)
             scores = (keys @ q[row].float()[..., None])[..., 0] * scale
             if sinks is not None:
                 scores = torch.cat([scores, sinks.float()[:, None]], 1)
@@ -120,11 +126,15 @@ class TorchOps(Ops):
     def linear_residual(self, x: Tensor, weights: Tensor, bias: Tensor | None, residual: Tensor, y: Tensor) -> None:  # noqa: D102
         y.copy_(residual.float() + _rows(x, weights, bias))
 
-    def top_k(self, logits: Tensor, ids: Tensor, weights: Tensor, normalise: bool) -> None:  # noqa: D102
+    def top_k(  # noqa: D102
+        self, logits: Tensor, ids: Tensor, weights: Tensor, normalise: bool, current: Tensor, words: Tensor | None
+    ) -> None:
         order = logits.argsort(dim=-1, descending=True, stable=True)[:, : ids.shape[1]]
         chances = logits.float().softmax(-1).gather(1, order)
         ids.copy_(order)
         weights.copy_(chances / chances.sum(-1, keepdim=True) if normalise else chances)
+        if words is not None:
+            self.publish(current, ids, words)
 
     def replay_routes(  # noqa: D102
         self, current: Tensor, tables: tuple[Tensor, Tensor], layer: int, ids: Tensor, weights: Tensor
@@ -140,21 +150,11 @@ class TorchOps(Ops):
             predicted[target] = table[target, at : at + n, first + target, :width]
 
     def publish(  # noqa: D102
-        self,
-        current: Tensor,
-        ids: Tensor,
-        predicted: Tensor | None,
-        rows: Tensor,
-        words: Tensor,
-        host_rows: Tensor | None,
+        self, current: Tensor, ids: Tensor, words: Tensor, rows: Tensor | None = None, host_rows: Tensor | None = None
     ) -> None:
-        end = WORDS_BEFORE + ids.numel()
-        words[WORDS_BEFORE:end] = ids.reshape(-1)
-        if predicted is not None:
-            words[end : end + predicted.numel()] = predicted.reshape(-1)
-        if host_rows is not None:
+        if rows is not None and host_rows is not None:
             host_rows.copy_(rows)
-        words[0] = current[0]
+        words.copy_((int(current[0]) & TAG) << 16 | (ids.reshape(-1) & 0xFFFF))
 
     def plan_resident(self, ids: Tensor, addresses: Tensor, layer: int, plan: Tensor, listed: Tensor) -> None:  # noqa: D102
         flat, at = ids.reshape(-1).tolist(), 0

@@ -78,6 +78,7 @@ class TritonOps(Ops):
         q: Tensor,
         cache: tuple[Tensor, Tensor],
         eps: float,
+        ring: bool = False,
     ) -> None:
         n, heads, dim = q.shape
         kv_heads, context = cache[0].shape[:2]
@@ -95,6 +96,7 @@ class TritonOps(Ops):
             CONTEXT=context,
             EPS=eps,
             NORM=qk_norm is not None,
+            RING=ring,
             num_warps=1,
             **BUILD,
         )
@@ -113,7 +115,7 @@ class TritonOps(Ops):
         n, heads, dim = q.shape
         kv_heads, context = cache[0].shape[:2]
         chunks, dims = scratch.largest.shape[2], max(16, power_of_two(dim))
-        attention.attend_chunks[(kv_heads, chunks)](
+        attention.attend_chunks[(kv_heads, _tiles(context, scratch.chunk))](
             q,
             *cache,
             current,
@@ -146,6 +148,7 @@ class TritonOps(Ops):
             DIMS=dims,
             CHUNKS=chunks,
             CHUNKS_UP=power_of_two(chunks),
+            USED=_tiles(context, scratch.chunk),
             CHUNK=scratch.chunk,
             BLOCK=16,
             SINKS=sinks is not None,
@@ -169,17 +172,22 @@ class TritonOps(Ops):
             **BUILD,
         )
 
-    def top_k(self, logits: Tensor, ids: Tensor, weights: Tensor, normalise: bool) -> None:  # noqa: D102
+    def top_k(  # noqa: D102
+        self, logits: Tensor, ids: Tensor, weights: Tensor, normalise: bool, current: Tensor, words: Tensor | None
+    ) -> None:
         (n, k), count = ids.shape, logits.shape[1]
         route.top_k[(n,)](
             logits,
             ids,
             weights,
+            current,
+            current if words is None else words,
             EXPERTS=count,
             EXPERTS_UP=power_of_two(count),
             K=k,
             K_UP=power_of_two(k),
             NORMALISE=normalise,
+            TELL=words is not None,
             num_warps=1,
             **BUILD,
         )
@@ -211,27 +219,17 @@ class TritonOps(Ops):
         )
 
     def publish(  # noqa: D102
-        self,
-        current: Tensor,
-        ids: Tensor,
-        predicted: Tensor | None,
-        rows: Tensor,
-        words: Tensor,
-        host_rows: Tensor | None,
+        self, current: Tensor, ids: Tensor, words: Tensor, rows: Tensor | None = None, host_rows: Tensor | None = None
     ) -> None:
-        count = 0 if predicted is None else predicted.numel()
         route.publish[(1,)](
             current,
             ids,
-            ids if predicted is None else predicted,
-            rows,
+            ids if rows is None else rows,
             words,
-            rows if host_rows is None else host_rows,
+            words if host_rows is None else host_rows,
             IDS=ids.numel(),
             IDS_UP=power_of_two(ids.numel()),
-            PREDICTED=count,
-            PREDICTED_UP=power_of_two(count),
-            ELEMENTS=0 if host_rows is None else rows.numel(),
+            ELEMENTS=0 if rows is None else rows.numel(),
             COLS=COLS,
             FENCE=self._fence,
             **BUILD,
@@ -255,6 +253,7 @@ class TritonOps(Ops):
         check_layout(layout)
         groups = len(buffers.plan)
         build = {"ROWS": ROWS, "ALIGN": 16 if layout.aligned else 1, "FORMAT": layout.format, "ENTRY": ENTRY, **BUILD}
+        build["BIAS_BYTES"] = layout.bias_bytes
         gate, up, last = layout.gate, layout.up, layout.down
         experts.gate_up[(groups, _tiles(layout.width, ROWS))](
             buffers.plan,
@@ -268,6 +267,7 @@ class TritonOps(Ops):
             WIDTH=layout.width,
             COLS=_cols(layout.hidden),
             ACTIVATION=layout.activation,
+            ALPHA=layout.alpha,
             LIMIT=layout.limit,
             GATE=gate.at,
             UP=up.at,

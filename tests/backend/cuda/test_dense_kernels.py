@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from foreload.backend.cuda.kernels.ops import WORDS_BEFORE, AttentionScratch, Ops, chunk_tokens, power_of_two
+from foreload.backend.cuda.kernels.ops import AttentionScratch, Ops, chunk_tokens, power_of_two
 from foreload.backend.cuda.kernels.torch_ops import TorchOps
 
 pytest.importorskip("triton")
@@ -55,12 +55,15 @@ def test_norm_linear_and_residual(dtype: torch.dtype, bias: bool, generator: tor
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-def attended(ops: Ops, device: torch.device, inputs: list[Tensor], context: int, n: int, **extra: Any) -> list[Tensor]:
-    """q, cache and output of `n` rows that start at position 70."""
+def attended(
+    ops: Ops, device: torch.device, inputs: list[Tensor], context: int, n: int, position: int = 70, **extra: Any
+) -> list[Tensor]:
+    """q, cache and output of `n` rows that start at `position`."""
     qkv, norm, cos, sin, keys, values = on(device, *inputs)
     q = torch.empty(n, 4, 8, device=device)
-    now = current(70).to(device)
-    ops.rope_store(qkv[:n].contiguous(), norm, (cos, sin), now, q, (keys, values), 1e-6)
+    now = current(position).to(device)
+    ring = "window" in extra
+    ops.rope_store(qkv[:n].contiguous(), norm, (cos, sin), now, q, (keys, values), 1e-6, ring)
     out = torch.full((n, 32), float("nan"), device=device)
     scratch = AttentionScratch.on(device, n, 4, 8, context)
     ops.attend(q, (keys, values), now, scratch, out, 8**-0.5, **extra)
@@ -90,6 +93,26 @@ def test_attention(case: str, generator: torch.Generator) -> None:
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize("position", [3, 20, 70])
+def test_a_window_over_a_ring(position: int, generator: torch.Generator) -> None:
+    """Keys go round in 22 places: before the ring is full, while a step wraps, and after."""
+    ring, window, n = 22, 5, 3
+    cache = [randn(generator, 2, ring, 8), randn(generator, 2, ring, 8)]
+    if position < ring:
+        for part in cache:
+            part[:, position:] = float("nan")
+    inputs: Any = [randn(generator, n, 8 * 8), None, randn(generator, 128, 1, 8), randn(generator, 128, 1, 8), *cache]
+    results = [
+        attended(ops, device, inputs, 128, n, position, window=window)
+        for ops, device in ((REFERENCE, torch.device("cpu")), (OPS, DEVICE))
+    ]
+    torch.testing.assert_close(results[1][3], results[0][3], rtol=1e-5, atol=1e-5)
+    assert torch.isfinite(results[1][3]).all()
+    one = attended(OPS, DEVICE, [inputs[0][:1], *inputs[1:]], 128, 1, position, window=window)
+    assert torch.equal(one[3][0], results[1][3][0])
+
+
+@pytest.mark.unit
 def test_a_row_does_not_depend_on_the_number_of_rows(generator: torch.Generator) -> None:
     context = 128
     cache = [randn(generator, 2, context, 8), randn(generator, 2, context, 8)]
@@ -111,8 +134,10 @@ def test_top_k(normalise: bool, generator: torch.Generator) -> None:
     results = []
     for ops, device in ((REFERENCE, torch.device("cpu")), (OPS, DEVICE)):
         ids, weights = torch.empty(3, 3, dtype=torch.int64, device=device), torch.empty(3, 3, device=device)
-        ops.top_k(logits.to(device), ids, weights, normalise)
+        words = torch.zeros(9, dtype=torch.int32, device=device)
+        ops.top_k(logits.to(device), ids, weights, normalise, current(0).to(device), words)
         results.append((ids.cpu(), weights.cpu()))
+        assert words.tolist() == [1 << 16 | expert for expert in ids.reshape(-1).tolist()]
     assert torch.equal(results[0][0], results[1][0])
     assert results[0][0][1, :2].tolist() == [4, 9]
     torch.testing.assert_close(results[1][1], results[0][1])
@@ -136,21 +161,22 @@ def test_embed_replay_and_publish(generator: torch.Generator) -> None:
         ops.replay_routes(now, (ids_table.to(device), weights_table.to(device)), 1, ids, weights)
         predicted = torch.zeros(2, 2, 3, dtype=torch.int64, device=device)
         ops.replay_predictions(now, guesses.to(device), 1, predicted)
-        words = torch.zeros(WORDS_BEFORE + 4 + 12, dtype=torch.int32, device=device)
+        words, more = (torch.zeros(count, dtype=torch.int32, device=device) for count in (4, 12))
         rows = torch.zeros(2, 24, device=device)
-        ops.publish(now, ids, predicted, x, words, rows)
-        alone = torch.zeros(WORDS_BEFORE + 4, dtype=torch.int32, device=device)
-        ops.publish(now, ids, None, x, alone, None)
-        results.append([t.cpu() for t in (now, x, ids, weights, predicted, words, rows, alone)])
+        ops.publish(now, ids, words, x, rows)
+        ops.publish(now, predicted, more)
+        results.append([t.cpu() for t in (now, x, ids, weights, predicted, words, rows, more)])
     for expected, found in zip(*results, strict=True):
         assert torch.equal(found, expected)
-    now, x, ids, _, predicted, words, rows, _ = results[1]
+    now, x, ids, _, predicted, words, rows, more = results[1]
     assert now.tolist() == [5, 70, 3]
     assert torch.equal(x, table[[8, 2]])
     assert torch.equal(rows, x)
     assert torch.equal(ids, ids_table[3:5, 1].long())
     assert predicted[1].tolist() == guesses[1, 3:5, 2, :3].tolist()
-    assert words[0] == 5
+    assert (words >> 16).tolist() == [5] * 4
+    assert (words & 0xFFFF).tolist() == ids.reshape(-1).tolist()
+    assert (more & 0xFFFF).to(torch.int16).tolist() == predicted.reshape(-1).tolist()
 
 
 @pytest.mark.unit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 from blocks import any_layout, random_blocks
 from torch import Tensor
 
-from foreload.backend.cuda.kernels.layout import FORMATS, BlockLayout
+from foreload.backend.cuda.kernels.layout import FORMATS, BlockLayout, float_layout
 from foreload.backend.cuda.kernels.ops import ExpertBuffers
 from foreload.backend.cuda.kernels.torch_ops import TorchOps
+from foreload.backend.experts.slab import block_views, run_expert
+from foreload.shape import ModelShape
 
 pytest.importorskip("triton")
 from foreload.backend.cuda.kernels.triton_ops import TritonOps
@@ -65,6 +68,27 @@ def test_equal_to_torch(format_: Any, activation: Any, generator: torch.Generato
     found = run(OPS, layout, blocks.to(DEVICE), x.to(DEVICE), ids)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert expected.abs().mean() > 0.01
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("oai", [False, True])
+def test_layout_of_the_slab(shape: ModelShape, oai: bool, dtype: Any, generator: torch.Generator) -> None:
+    """Kernels read blocks as the slab writes them, and agree with the experts of the torch path."""
+    clamped: dict[str, Any] = {
+        "activation": "swiglu_oai",
+        "swiglu_alpha": 1.7,
+        "swiglu_limit": 2.0,
+        "expert_bias": True,
+    }
+    shape = replace(shape, **clamped) if oai else shape
+    kind = getattr(torch, dtype)
+    blocks = (torch.randn(2, shape.expert_weights, generator=generator) / 3).to(kind)
+    x = torch.randn(1, shape.hidden, generator=generator).to(kind)
+    out = run(OPS, float_layout(shape, dtype), blocks.to(DEVICE), x.to(DEVICE), torch.tensor([[1, 0]]))
+    for rank, expert in enumerate((1, 0)):
+        views = block_views(blocks[expert].float(), shape)
+        torch.testing.assert_close(out[rank], run_expert(x.float(), *views)[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.unit

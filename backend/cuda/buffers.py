@@ -1,0 +1,127 @@
+"""Static tensors of a decode step: what kernels read and write, on the device and in host memory that both see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foreload.backend.cuda.kernels.layout import ENTRY
+from foreload.backend.cuda.kernels.ops import AttentionScratch
+from foreload.shape import ModelShape
+
+GIVEN = 3
+"""Numbers before the token ids in what the host gives a step: its number, the first position, the replayed row."""
+
+
+def host_tensor(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros in host memory; where the device is a GPU, memory that its kernels read and write in place."""
+    return torch.zeros(size, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+@dataclass
+class HostMemory:
+    """Memory of both sides, for steps of up to `rows` rows of `items` = rows * k items."""
+
+    given: Tensor  # int32 [GIVEN + rows]
+    words: Tensor  # int32 [layers, items], what layers tell: ids
+    guesses: Tensor  # int32 [layers, words of predictions]
+    rows: Tensor  # [rows, hidden], the experts' input for the CPU
+    out: Tensor  # float32 [items, hidden], what the CPU computed
+    on_host: Tensor  # int64 [items], whether an item's output is in `out`
+    plan: Tensor  # int64 [items, ENTRY], the resident experts of a layer-step
+    waves: Tensor  # int64 [items, 1, ENTRY], the late ones, one each
+    listed: Tensor  # int64 [items]
+
+    @classmethod
+    def make(cls, shape: ModelShape, rows: int, guesses: int, dtype: torch.dtype, device: torch.device) -> HostMemory:
+        """Zeros; `guesses`: words of predictions per layer."""
+        items = rows * shape.top_k
+
+        def make(kind: torch.dtype, *size: int) -> Tensor:
+            return host_tensor(size, kind, device)
+
+        return cls(
+            given=make(torch.int32, GIVEN + rows),
+            words=make(torch.int32, shape.n_moe_layers, items),
+            guesses=make(torch.int32, shape.n_moe_layers, guesses),
+            rows=make(dtype, rows, shape.hidden),
+            out=make(torch.float32, items, shape.hidden),
+            on_host=make(torch.int64, items),
+            plan=make(torch.int64, items, ENTRY),
+            waves=make(torch.int64, items, 1, ENTRY),
+            listed=make(torch.int64, items),
+        )
+
+
+@dataclass
+class DeviceMemory:
+    """Activations of up to `rows` rows; a step of n rows uses the first n. Layers use the same ones in turn."""
+
+    current: Tensor  # int32 [GIVEN]
+    x: Tensor  # [rows, hidden], what goes into a layer
+    r: Tensor  # [rows, hidden], after attention
+    base: Tensor  # [rows, hidden], r and what shared experts add
+    h: Tensor  # [rows, hidden], the experts' normed input
+    qkv: Tensor  # float32 [rows, (heads + 2 kv heads) * dim]
+    q: Tensor  # [rows, heads, dim]
+    mixed: Tensor  # [rows, heads * dim]
+    scores: Tensor  # float32 [rows, experts]
+    ids: Tensor  # int64 [rows, k]
+    weights: Tensor  # float32 [rows, k]
+    guess_ids: Tensor  # int64 [rows, k], what the next layer executes if it is speculated
+    guess_weights: Tensor  # float32 [rows, k]
+    logits: Tensor  # float32 [rows, vocab]
+    mid: Tensor  # float32 [items, width]
+    out: Tensor  # float32 [items, hidden]
+    plan: Tensor  # int64 [items, ENTRY]; a copy of the host's, or made here
+    listed: Tensor  # int64 [items]
+    mirror: Tensor  # int64 [items, ENTRY]
+    listed_mirror: Tensor  # int64 [items]
+    scratch: AttentionScratch
+
+    @classmethod
+    def make(cls, shape: ModelShape, rows: int, context: int, dtype: torch.dtype, device: torch.device) -> DeviceMemory:
+        """Zeros."""
+        items, wide = rows * shape.top_k, shape.heads * shape.head_dim
+
+        def make(kind: torch.dtype, *size: int) -> Tensor:
+            return torch.zeros(size, dtype=kind, device=device)
+
+        full, number = torch.float32, torch.int64
+        return cls(
+            current=make(torch.int32, GIVEN),
+            x=make(dtype, rows, shape.hidden),
+            r=make(dtype, rows, shape.hidden),
+            base=make(dtype, rows, shape.hidden),
+            h=make(dtype, rows, shape.hidden),
+            qkv=make(full, rows, wide + 2 * shape.kv_heads * shape.head_dim),
+            q=make(dtype, rows, shape.heads, shape.head_dim),
+            mixed=make(dtype, rows, wide),
+            scores=make(full, rows, shape.experts),
+            ids=make(number, rows, shape.top_k),
+            weights=make(full, rows, shape.top_k),
+            guess_ids=make(number, rows, shape.top_k),
+            guess_weights=make(full, rows, shape.top_k),
+            logits=make(full, rows, shape.vocab),
+            mid=make(full, items, shape.expert_width),
+            out=make(full, items, shape.hidden),
+            plan=make(number, items, ENTRY),
+            listed=make(number, items),
+            mirror=make(number, items, ENTRY),
+            listed_mirror=make(number, items),
+            scratch=AttentionScratch.on(device, rows, shape.heads, shape.head_dim, context),
+        )
+
+    def of(self, rows: int, top_k: int) -> DeviceMemory:
+        """Views of the first rows."""
+        items = rows * top_k
+        by_row = ("x", "r", "base", "h", "qkv", "q", "mixed", "scores", "logits", "ids", "weights")
+        guessed = ("guess_ids", "guess_weights")
+        by_item = ("mid", "out", "plan", "listed", "mirror", "listed_mirror")
+        views = {name: getattr(self, name)[:rows] for name in (*by_row, *guessed)}
+        views |= {name: getattr(self, name)[:items] for name in by_item}
+        scratch = self.scratch
+        part = AttentionScratch(scratch.chunk, scratch.largest[:rows], scratch.weight[:rows], scratch.partial[:rows])
+        return DeviceMemory(current=self.current, scratch=part, **views)

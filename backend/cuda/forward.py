@@ -1,0 +1,268 @@
+"""`FastForward`: decode steps as graphs, with one host decision per layer or, if all experts are resident, none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from foreload.backend.cuda.buffers import GIVEN, DeviceMemory, HostMemory
+from foreload.backend.cuda.copies import NativeCopies
+from foreload.backend.cuda.issue import CStep, Issuer
+from foreload.backend.cuda.kernels.layout import BlockLayout
+from foreload.backend.cuda.kernels.ops import TAG, Ops
+from foreload.backend.cuda.pieces import Behaviour, Pieces
+from foreload.backend.cuda.plan import write_plan
+from foreload.backend.cuda.programs import Capture, Program, make_program, make_waves
+from foreload.backend.forward import Forward
+from foreload.backend.observe import RouteLog
+from foreload.backend.policy.state import KEPT
+from foreload.backend.policy.step import ACT_CPU
+from foreload.backend.policy.window import Demand, demand_of, merge_predictions
+from foreload.errors import InternalError
+
+PATIENCE_NS = 1_000_000_000
+BEHAVIOURS = 4  # kept captured, the newest
+
+
+@dataclass(frozen=True)
+class FastParts:
+    """What a fast path is made of."""
+
+    ops: Ops
+    issuer: Issuer
+    capture: Capture
+    layout: BlockLayout
+    stream: Callable[[], int]
+    """The compute stream that kernels are queued on now."""
+    idle: Callable[[], bool]
+    """Whether the compute stream has nothing to do; raises what a kernel has raised."""
+
+
+class FastForward(Forward):
+    """A forward whose decode steps are launched as graphs. Prompts take the way of `Forward`."""
+
+    _copies: NativeCopies
+
+    def __init__(self, *arguments: Any, parts: FastParts, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._parts, self._issuer = parts, parts.issuer
+        self._dtype = self.decoder.embedding.dtype
+        self._number = 0  # of the step
+        self._rows = 0
+        self._programs: dict[tuple[int, Behaviour], Program] = {}
+        self._waves: tuple[int, ...] = ()
+        self._resident_at: NDArray[np.int32] | None = None  # slots that the device's table of addresses shows
+
+    # Graphs
+
+    def prepare(self, rows: Sequence[int]) -> None:
+        """Capture what steps of so many rows launch under the present settings."""
+        for n in sorted(rows, reverse=True):
+            self._program(n)
+
+    def _behaviour(self) -> Behaviour:
+        ahead, cpu = self.look_ahead, self._cpu.threads > 0
+        predictor = ahead.predictor
+        if predictor is None:
+            return Behaviour(cpu=cpu, replay=self.replay)
+        key, depth = (predictor.key, id(predictor.calibration)), min(ahead.depth, self._shape.n_moe_layers - 1)
+        return Behaviour(predictor, key, depth, ahead.width, ahead.speculated, cpu, self.replay)
+
+    def _program(self, rows: int) -> Program:
+        behaviour = self._behaviour()
+        if rows > self._rows or behaviour.guesses(rows) > self._host.guesses.shape[1]:
+            self._allocate(max(rows, self._rows), behaviour)
+        found = self._programs.get((rows, behaviour))
+        if found is None:
+            self._forget_old(behaviour)
+            pieces = self._pieces(rows, behaviour)
+            found = make_program(pieces, self._addresses, self.decoder, self._parts.capture)
+            self._programs[rows, behaviour] = found
+            self._resident_at = None
+        return found
+
+    def _pieces(self, rows: int, behaviour: Behaviour) -> Pieces:
+        parts = self._parts
+        return Pieces(self.decoder, parts.ops, parts.layout, self._device, self._host, rows, behaviour)
+
+    def _forget_old(self, behaviour: Behaviour) -> None:
+        """Keep graphs of a few behaviours only."""
+        known = list(dict.fromkeys(which for _, which in self._programs))
+        if behaviour in known or len(known) < BEHAVIOURS:
+            return
+        for key in [key for key in self._programs if key[1] == known[0]]:
+            for executable in self._programs.pop(key).executables():
+                self._parts.capture.drop(executable)
+
+    def _allocate(self, rows: int, behaviour: Behaviour) -> None:
+        """Static memory for steps of up to `rows` rows; graphs of the old memory are given up."""
+        for executable in (*self._waves, *(e for p in self._programs.values() for e in p.executables())):
+            self._parts.capture.drop(executable)
+        self._programs.clear()
+        shape, device = self._shape, self.decoder.device
+        with torch.inference_mode(False):
+            self._host = HostMemory.make(shape, rows, behaviour.guesses(rows), self._dtype, device)
+            self._device = DeviceMemory.make(shape, rows, self.decoder.context_tokens, self._dtype, device)
+            self._addresses = torch.zeros(shape.n_moe_layers, shape.experts, dtype=torch.int64, device=device)
+        self._rows = rows
+        self._waves = make_waves(self._pieces(rows, behaviour), self._parts.capture)
+        self._step = StepArrays(self._host, self._waves)
+
+    # Decode
+
+    def decode(self, token_ids: list[int], position: int) -> Tensor:
+        """See `Forward.decode`; logits are float32."""
+        n = len(token_ids)
+        log = RouteLog(self.observer, n, self._shape.n_moe_layers, self._shape.top_k) if self.observer else None
+        program = self._program(n)
+        self.marks.start()
+        self._number += 1
+        step = self._step
+        row = 0 if self.replay is None else self.replay.row
+        step.given[: GIVEN + n] = [self._number & 0x7FFFFFFF, position, row, *token_ids]
+        if log is None and self.shadow is None and (self._brain.state.status == KEPT).all():
+            self._run_whole(program)
+        else:
+            self._issuer.launch(program.enter[0], self._parts.stream())
+            self.marks.mark("embed")
+            for at in range(self._shape.n_moe_layers):
+                self._layer(program, at, log)
+        logits = self._logits(program)
+        self.marks.mark("head")
+        self._brain.end_step()
+        self._log = log
+        return logits
+
+    def _logits(self, program: Program) -> Tensor:
+        """What the step gives, [n, vocab], once it is there."""
+        return program.pieces.m.logits.clone()
+
+    def _layer(self, program: Program, at: int, log: RouteLog | None) -> None:
+        routed = self._routed(program, at)
+        self.marks.mark("route", at)
+        predicted = self._guessed(program, at)
+        if log is not None:
+            log.experts[:, at] = routed
+            m = program.pieces.m
+            log.weights[:, at] = m.weights.cpu().numpy()
+            self.look_ahead.record(at, m.r, m.ids, m.weights, log)
+        if self.shadow is not None and at in program.pieces.behaviour.speculated:
+            self.shadow.compare(at, routed.astype(np.int64), self.decoder.route(at, program.pieces.m.h)[0])
+        demand, step = demand_of(routed), self._step
+        with self._copies.lock:
+            actions = self._brain.begin(at, demand.experts, demand.counts)
+            for ahead, experts in enumerate(predicted):
+                self._brain.prefetch(at + 1 + ahead, experts)
+            self._copies.kick()
+        first_key, slots = at * self._shape.experts, self._brain.state.slot[at]
+        targets, items = self._copies.blocks.targets, program.pieces.items
+        n_used, n_late = write_plan(
+            *demand,
+            actions,
+            first_key,
+            slots,
+            targets,
+            step.plan[:items],
+            step.listed,
+            step.on_host,
+            step.used,
+            step.late,
+        )
+        self.marks.mark("plan", at)
+        self._run(program, at, demand, actions, n_used, n_late)
+        self._open = (at, step.late[0, :n_late].tolist())
+        self.finish()
+        self.marks.mark("finish", at)
+
+    def _run(
+        self, program: Program, at: int, demand: Demand, actions: NDArray[np.int8], n_used: int, n_late: int
+    ) -> None:
+        """Launch the layer-step's experts and what follows them."""
+        on_cpu = np.flatnonzero(actions == ACT_CPU).tolist()
+        computed = self._start_cpu(program, at, demand, on_cpu) if on_cpu else None
+        then = program.enter[at + 1]
+        stream = self._parts.stream()
+        c = self._step.c
+        c.compute, c.resident, c.next = stream, program.planned if n_used else None, None if on_cpu else then
+        c.n_used, c.late = n_used, n_late
+        self._issuer.run(c)
+        self.marks.mark("experts_gpu", at)
+        if computed is not None:
+            self._cpu.join()
+            items = np.concatenate([demand.places[a:b] for a, b in _spans(demand, on_cpu)])
+            self._host.out[torch.from_numpy(items)] = computed.float()
+            self.marks.mark("wait_cpu", at)
+            self._issuer.launch(then, stream)
+
+    def _start_cpu(self, program: Program, at: int, demand: Demand, on_cpu: list[int]) -> Tensor:
+        """Outputs of the experts that the host computes, written until the workers are joined."""
+        rows = [demand.places[a:b] // self._shape.top_k for a, b in _spans(demand, on_cpu)]
+        x = self._host.rows[: program.pieces.rows]
+        out = self._cpu.submit(at, demand.experts[on_cpu].tolist(), x, rows)
+        self.marks.mark("submit", at)
+        return out
+
+    def _run_whole(self, program: Program) -> None:
+        """One launch; the brain hears of each layer's demand while the device is at the next."""
+        slots = self._brain.state.slot
+        if self._resident_at is None or not np.array_equal(slots, self._resident_at):
+            self._resident_at = slots.copy()
+            self._addresses.copy_(torch.from_numpy(self._copies.blocks.targets[slots]))
+        self._issuer.launch(program.whole, self._parts.stream())
+        for at in range(self._shape.n_moe_layers):
+            demand = demand_of(self._routed(program, at))
+            with self._copies.lock:
+                self._brain.begin(at, demand.experts, demand.counts)
+                self._brain.finish(at)
+
+    def _routed(self, program: Program, at: int) -> NDArray[np.int32]:
+        """Ids [n, k] that layer `at` has told."""
+        items = program.pieces.items
+        self._await(self._step.words[at], items)
+        routed: NDArray[np.int32] = (self._step.words[at, :items] & 0xFFFF).reshape(-1, self._shape.top_k)
+        return routed
+
+    def _guessed(self, program: Program, at: int) -> list[NDArray[np.int32]]:
+        behaviour = program.pieces.behaviour
+        targets = min(behaviour.depth, self._shape.n_moe_layers - 1 - at)
+        if targets <= 0:
+            return []
+        words = targets * program.pieces.rows * behaviour.width
+        self._await(self._step.guesses[at], words)
+        told = self._step.guesses[at, :words].astype(np.uint16).view(np.int16)  # 0xFFFF is -1: none
+        return [merge_predictions(rows) for rows in told.reshape(targets, program.pieces.rows, -1)]
+
+    def _await(self, words: NDArray[np.int32], count: int) -> None:
+        address, tag = words.ctypes.data, self._number & TAG
+        while not self._issuer.awaited(address, count, tag, PATIENCE_NS):
+            if self._parts.idle() and not self._issuer.awaited(address, count, tag, 0):
+                raise InternalError("the device finished a layer without telling its routing")
+
+
+class StepArrays:
+    """The host's side of a step as numpy arrays and C structure, made once."""
+
+    def __init__(self, host: HostMemory, waves: tuple[int, ...]) -> None:
+        items = len(host.listed)
+        self.given, self.words, self.guesses = host.given.numpy(), host.words.numpy(), host.guesses.numpy()
+        self.plan, self.listed, self.on_host = host.plan.numpy(), host.listed.numpy(), host.on_host.numpy()
+        self.used = np.zeros(items, np.int32)
+        self.late = np.zeros((3, items), np.int64)
+        self._waves = np.asarray(waves, np.uint64)
+        keys, firsts, counts = (row.ctypes.data for row in self.late)
+        self.c = CStep(
+            waves=self._waves.ctypes.data, plan=host.waves.data_ptr(), keys=keys, firsts=firsts, counts=counts,
+            used=self.used.ctypes.data,
+        )  # fmt: skip
+
+
+def _spans(demand: Demand, which: list[int]) -> list[tuple[int, int]]:
+    """Where the items of some experts are among the demand's places."""
+    starts = demand.starts()
+    return [(starts[i], starts[i + 1]) for i in which]

@@ -1,0 +1,217 @@
+"""The pieces of a decode step on static memory, each a function that can be captured in a graph (design: section 7).
+
+`attend` runs from the stream that enters a layer to its routing, `experts` a plan, `combine` their weighted sum; `head`
+gives the logits. A step of n rows has pieces of its own, since kernels are compiled for n.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from foreload.backend.cuda.buffers import DeviceMemory, HostMemory
+from foreload.backend.cuda.kernels.layout import BlockLayout
+from foreload.backend.cuda.kernels.ops import ExpertBuffers, Ops
+from foreload.backend.models.attention import GroupedAttention, LatentAttention
+from foreload.backend.models.decoder import Block, Decoder
+from foreload.backend.models.routing import route
+from foreload.backend.predict.base import Predictor
+from foreload.backend.replay import Replay
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """What pieces do besides the model: change it and they are captured anew.
+
+    `depth`, `width`: predictions for so many layers ahead and so many experts; `speculated` layers execute what was
+    predicted for them; `cpu`: the host computes experts; `replay`: routing comes from a recording.
+    """
+
+    predictor: Predictor | None = field(default=None, compare=False)
+    key: tuple[str, int] = ("", 0)  # what tells predictors apart: name, and the calibration's identity
+    depth: int = 0
+    width: int = 0
+    speculated: frozenset[int] = frozenset()
+    cpu: bool = False
+    replay: Replay | None = None
+
+    def guesses(self, rows: int) -> int:
+        """Words of predictions that a layer tells of."""
+        return rows * self.depth * self.width
+
+
+class Pieces:
+    """Pieces for steps of `rows` rows. All read and write the tensors of `device` and `host`, which stay."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        ops: Ops,
+        layout: BlockLayout,
+        device: DeviceMemory,
+        host: HostMemory,
+        rows: int,
+        behaviour: Behaviour,
+    ) -> None:
+        self.shape, self.rows, self.behaviour = decoder.shape, rows, behaviour
+        self.m, self.host = device.of(rows, decoder.shape.top_k), host
+        self._decoder, self._ops, self._layout = decoder, ops, layout
+        self.items = rows * decoder.shape.top_k
+        self._positions = torch.arange(rows, device=decoder.device)
+
+    # A layer up to its routing
+
+    def begin(self) -> None:
+        """The step's numbers and tokens come from the host."""
+        self._ops.embed(self.host.given, self.m.current, self._decoder.embedding, self.m.x)
+
+    def attend(self, at: int, whole: bool = False) -> None:
+        """From x to r, the experts' input h and their ids and weights; the host is told of ids and predictions.
+
+        In a `whole` step nothing is prefetched: predictions are made only for a layer that executes them.
+        """
+        layer = self._decoder.layers[at]
+        for block in layer.before:
+            self._dense(block)
+        self._attention(layer)
+        if at in self.behaviour.speculated:
+            self._speculated(at)
+        else:
+            self._route(at)
+        wanted = at + 1 in self.behaviour.speculated if whole else self.behaviour.depth > 0
+        if wanted and at + 1 < self.shape.n_moe_layers:
+            self._predict(at)
+
+    def _attention(self, block: Block) -> None:
+        if isinstance(block.attention, LatentAttention):
+            self._latent(block, block.attention)
+        elif isinstance(block.attention, GroupedAttention):
+            self._grouped(block, block.attention)
+
+    def _grouped(self, block: Block, attention: GroupedAttention) -> None:
+        m, ops, shape = self.m, self._ops, self.shape
+        if shape.qk_norm == "full" or shape.clip_qkv:
+            both, v = attention.project(self._norm(m.x, block.input_norm))
+            m.qkv.copy_(torch.cat([both, v], 1).view(self.rows, -1))
+        else:
+            ops.norm_linear(m.x, block.input_norm, attention.qkv, attention.qkv_bias, m.qkv, None, shape.norm_eps)
+        head_norm = attention.qk_norm if shape.qk_norm == "head" else None
+        cache, ring = (attention.keys, attention.values), attention.window > 0
+        ops.rope_store(m.qkv, head_norm, attention.rotary, m.current, m.q, cache, shape.norm_eps, ring)
+        ops.attend(m.q, cache, m.current, m.scratch, m.mixed, shape.score_scale, attention.window, attention.sinks)
+        ops.linear_residual(m.mixed, attention.o, attention.o_bias, m.x, m.r)
+
+    def _latent(self, block: Block, attention: LatentAttention) -> None:
+        """Over the whole context's rows, those not yet written hidden: torch operators, whatever the length is."""
+        m, latent = self.m, attention.latent
+        h = self._norm(m.x, block.input_norm)
+        positions = m.current[1] + self._positions
+        attention.rows.index_copy_(0, positions, attention.row(h, positions))
+        rows = attention.rows
+        queries = attention.queries(h, positions)
+        scores = (queries @ rows.T * self.shape.score_scale).float()
+        hidden = torch.arange(len(rows), device=h.device) > positions[:, None]
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1).to(rows.dtype)
+        mixed = torch.einsum("hnr,hvr->nhv", weights @ rows[:, : latent.rank], attention.value_up)
+        m.r.copy_(m.x + F.linear(mixed.reshape(self.rows, -1), attention.o))
+
+    def _dense(self, block: Block) -> None:
+        """A layer without experts, from x to x."""
+        self._attention(block)
+        assert block.dense is not None
+        self.m.x.copy_(self.m.r + block.dense(self._norm(self.m.r, block.moe_norm)))
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, (self.shape.hidden,), weight, self.shape.norm_eps)
+
+    def _route(self, at: int) -> None:
+        m, ops, shape, layer = self.m, self._ops, self.shape, self._decoder.layers[at]
+        ops.norm_linear(m.r, layer.moe_norm, layer.gate, layer.gate_bias, m.scores, m.h, shape.norm_eps)
+        # What the host must be told last waits for what comes after the gate.
+        replay = self.behaviour.replay
+        late = replay is not None or self.behaviour.cpu
+        words = self.host.words[at, : self.items]
+        if shape.scoring == "sigmoid_topk" or shape.groups > 1:
+            ids, weights = route(m.scores, layer.correction, shape)
+            m.ids.copy_(ids)
+            m.weights.copy_(weights)
+            late = True
+        else:
+            normalise = shape.normalise_weights or shape.scoring == "topk_softmax"
+            ops.top_k(m.scores, m.ids, m.weights, normalise, m.current, None if late else words)
+            if shape.routed_scale != 1:
+                m.weights.mul_(shape.routed_scale)
+        if replay is not None:
+            ops.replay_routes(m.current, (replay.ids, replay.weights), at, m.ids, m.weights)
+        if late:
+            self._tell(at)
+
+    def _speculated(self, at: int) -> None:
+        """What was predicted for this layer a layer ago is executed; its gate does not run."""
+        m = self.m
+        m.h.copy_(self._norm(m.r, self._decoder.layers[at].moe_norm))
+        m.ids.copy_(m.guess_ids)
+        m.weights.copy_(m.guess_weights)
+        self._tell(at)
+
+    def _tell(self, at: int) -> None:
+        m = self.m
+        rows = (m.h, self.host.rows[: self.rows]) if self.behaviour.cpu else (None, None)
+        self._ops.publish(m.current, m.ids, self.host.words[at, : self.items], *rows)
+
+    def _predict(self, at: int) -> None:
+        m, behaviour = self.m, self.behaviour
+        predictor = behaviour.predictor
+        assert predictor is not None
+        found = predictor.ahead(at, m.r, m.ids, m.weights, behaviour.depth)
+        best = predictor.best(at, found, behaviour.width)
+        if behaviour.replay is not None:
+            table = behaviour.replay.guesses(predictor, behaviour.depth, behaviour.width)
+            self._ops.replay_predictions(m.current, table, at + 1, best)
+        self._ops.publish(m.current, best, self.host.guesses[at, : best.numel()])
+        if at + 1 in behaviour.speculated:
+            ids, weights = predictor.gates.choose(at + 1, found[0][0])
+            m.guess_ids.copy_(ids)
+            m.guess_weights.copy_(weights)
+
+    # Experts
+
+    def planned(self) -> None:
+        """The experts of the host's plan."""
+        m, host = self.m, self.host
+        plan, listed = host.plan[: self.items], host.listed[: self.items]
+        self._experts(ExpertBuffers(plan, listed, m.mirror, m.listed_mirror, m.mid, m.out))
+
+    def wave(self, number: int) -> None:
+        """One late expert. Works for steps of any number of rows: the plan says which."""
+        m, host = self.m, self.host
+        self._experts(ExpertBuffers(host.waves[number], host.listed, m.mirror[:1], m.listed_mirror, m.mid, m.out))
+
+    def resident(self, at: int, addresses: Tensor) -> None:
+        """All experts of a layer whose experts are all resident, by the table of addresses int64 [layers, experts]."""
+        m = self.m
+        self._ops.plan_resident(m.ids, addresses, at, m.plan, m.listed)
+        self._experts(ExpertBuffers(m.plan, m.listed, m.mirror, m.listed_mirror, m.mid, m.out))
+
+    def _experts(self, buffers: ExpertBuffers) -> None:
+        self._ops.experts(self._layout, self.shape.top_k, self.m.h, buffers)
+
+    def combine(self, at: int, cpu: bool) -> None:
+        """From r and the outputs to x; `cpu`: some outputs are the host's."""
+        m, shared = self.m, self._decoder.shared(at, self.m.h)
+        base = m.r
+        if shared is not None:
+            m.base.copy_(m.r + shared)
+            base = m.base
+        host_out, on_host = (self.host.out, self.host.on_host) if cpu else (None, None)
+        self._ops.combine(base, m.weights, m.out, host_out, on_host, m.x)
+
+    def head(self) -> None:
+        """From x to the logits."""
+        m, decoder = self.m, self._decoder
+        for block in decoder.after:
+            self._dense(block)
+        self._ops.norm_linear(m.x, decoder.final_norm, decoder.head_weight, None, m.logits, None, self.shape.norm_eps)

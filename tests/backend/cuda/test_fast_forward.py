@@ -1,0 +1,230 @@
+"""The fast path on a played device: the same text as the plain path, the same bits whatever is resident."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from fake_device import FakeDevice
+from test_random_weights import BY_NAME, SMALL
+from tiny_models import CONTEXT
+
+from foreload.backend.cuda.copies import NativeCopies, NativeOrder
+from foreload.backend.cuda.forward import FastForward, FastParts
+from foreload.backend.cuda.issue import Issuer, issue_library
+from foreload.backend.cuda.kernels.layout import float_layout
+from foreload.backend.cuda.kernels.torch_ops import TorchOps
+from foreload.backend.cuda.open import open_copies
+from foreload.backend.cuda.programs import Program
+from foreload.backend.engine import Engine, EngineOptions
+from foreload.backend.models.checkpoint import Checkpoint
+from foreload.backend.policy import Counter
+from foreload.backend.policy.calls import queue_calls
+from foreload.backend.policy.state import DECODE
+from foreload.settings import Settings
+
+PROMPT = [3, 14, 15, 9, 26, 53, 58, 9, 7, 9, 32, 38, 46]
+TOKENS = 8
+MakeEngine = Callable[..., Engine]
+
+
+class PromptOrder(NativeOrder):
+    """Prompts run on the calling thread, not on the played device: it waits where a kernel would."""
+
+    def __init__(self, copies: NativeCopies, device: FakeDevice) -> None:
+        super().__init__(copies, lambda: 0)
+        self._device = device
+
+    def when_landed(self, slot: int) -> None:
+        super().when_landed(slot)
+        self._device.cudaStreamSynchronize(0)
+
+
+class PlayedForward(FastForward):
+    """Reads logits when the played device has written them, as a kernel would."""
+
+    device: FakeDevice
+
+    def _logits(self, program: Program) -> torch.Tensor:
+        self.device.cudaStreamSynchronize(0)
+        return super()._logits(program)
+
+
+def accelerate(engine: Engine, seed: int, poison: bool = True) -> FakeDevice:
+    """Give an engine on the CPU the fast path, on a played device."""
+    library = issue_library()
+    if library is None or queue_calls() is None:
+        pytest.skip("no native library, or numba compiles nothing")
+    device = FakeDevice(seed)
+    engine.copies.close()
+    old = engine.forward
+    issuer = Issuer(library, device.functions)
+    copies = open_copies(engine.brain, engine.slab, engine.pool, issuer)
+    parts = FastParts(
+        ops=TorchOps(),
+        issuer=issuer,
+        capture=device,
+        layout=float_layout(engine.shape, "float32"),
+        stream=lambda: 0,
+        idle=lambda: device.idle,
+    )
+    order = PromptOrder(copies, device)
+    fill = engine.pool.poison
+    engine.pool.poison = lambda slot: device.queue(lambda: fill(slot))  # type: ignore[method-assign]
+    engine.copies = copies
+    engine.forward = PlayedForward(
+        old.decoder, engine.slab, engine.pool, order, copies, engine.cpu, poison, parts=parts
+    )
+    engine.forward.device = device
+    engine._follow(engine.settings, engine._predictors.use(engine.settings))
+    return device
+
+
+@pytest.fixture
+def fast(make_engine: MakeEngine) -> Iterator[MakeEngine]:
+    """Engines on the played device; keywords as for `make_engine`, and `seed`."""
+    devices: list[tuple[Engine, FakeDevice]] = []
+
+    def make(settings: Settings, seed: int = 0, **options: Any) -> Engine:
+        engine = make_engine(settings, **options)
+        devices.append((engine, accelerate(engine, seed)))
+        return engine
+
+    yield make
+    for engine, device in devices:
+        engine.copies.close()
+        engine.copies = _Closed()  # type: ignore[assignment]
+        device.close()
+
+
+class _Closed:
+    def close(self) -> None: ...
+
+
+def decoded(engine: Engine) -> tuple[list[int], list[torch.Tensor]]:
+    """Two requests' tokens, and the logits of every decode step."""
+    seen: list[torch.Tensor] = []
+    original = engine.forward.decode
+
+    def run(*arguments: Any) -> torch.Tensor:
+        seen.append(original(*arguments).clone())
+        return seen[-1]
+
+    engine.forward.decode = run  # type: ignore[method-assign]
+    tokens = [engine.generate(PROMPT[n:], TOKENS, stop=False).token_ids for n in range(2)]
+    engine.forward.decode = original  # type: ignore[method-assign]
+    return tokens[0] + tokens[1], seen
+
+
+FETCH_ONLY: dict[str, dict[str, Any]] = {
+    "nothing_kept": {"cache_ratio": 0.0},
+    "half_lfu": {"cache_ratio": 0.5, "eviction": "lfu"},
+    "uneven": {"slots_per_layer": (0, 8, 3), "eviction": "lfru"},
+    "depth_1": {"cache_ratio": 0.25, "predictor": "gate", "prefetch_depth": 1, "prefetch_width": 3},
+    "depth_2": {"cache_ratio": 0.25, "predictor": "gate", "prefetch_depth": 2, "admission": "background"},
+    "drafts": {"cache_ratio": 0.25, "draft": {"kind": "ngram", "gamma": 2}, "predictor": "gate", "prefetch_depth": 1},
+}
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", FETCH_ONLY)
+def test_bits_do_not_depend_on_what_is_resident(make_engine: MakeEngine, fast: MakeEngine, name: str) -> None:
+    settings = Settings.parse(FETCH_ONLY[name])
+    plain_tokens, plain = decoded(make_engine(Settings(cache_ratio=1.0, draft=settings.draft)))
+    resident_tokens, resident = decoded(fast(Settings(cache_ratio=1.0, draft=settings.draft), seed=1))
+    engine = fast(settings, seed=len(name))
+    tokens, logits = decoded(engine)
+    assert tokens == resident_tokens == plain_tokens
+    assert len(logits) == len(resident) == len(plain)
+    for one, other, slow in zip(logits, resident, plain, strict=True):
+        assert torch.equal(one, other)
+        torch.testing.assert_close(one, slow, rtol=1e-4, atol=1e-4)
+    engine.brain.check_integrity()
+    counted = engine.brain.counters.sum(axis=1)
+    assert counted[DECODE, [Counter.FETCHED, Counter.PREFETCHED]].sum() > 0
+    if settings.prefetch_depth:
+        assert counted[DECODE, Counter.PREFETCHED] > 0
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("layers", ["all", (2,)])
+def test_speculated_layers(make_engine: MakeEngine, fast: MakeEngine, layers: Any) -> None:
+    """They execute what was predicted, in one launch per layer as in one per step."""
+    fields = {"predictor": "gate", "prefetch_depth": 1, "speculate_layers": layers}
+    tokens, logits = decoded(make_engine(Settings.parse({"cache_ratio": 0.5, **fields})))
+    exact, _ = decoded(make_engine(Settings(cache_ratio=0.5)))
+    for ratio in (0.25, 1.0):
+        found, quick = decoded(fast(Settings.parse({"cache_ratio": ratio, **fields}), seed=6))
+        assert found == tokens != exact
+        for one, other in zip(quick, logits, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("action", ["cpu", "split"])
+def test_experts_on_the_cpu(make_engine: MakeEngine, fast: MakeEngine, action: Any) -> None:
+    settings = Settings(cache_ratio=0.25, miss_action=action, admission="background")
+    tokens, logits = decoded(make_engine(settings))
+    engine = fast(settings, seed=5)
+    found, close = decoded(engine)
+    assert found == tokens
+    for one, other in zip(close, logits, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    assert engine.brain.counters[DECODE, :, Counter.ON_CPU].sum() > 0
+
+
+@pytest.mark.integration
+def test_counts_are_those_of_the_plain_path(make_engine: MakeEngine, fast: MakeEngine) -> None:
+    """Without prefetches the brain is told the same, whether a step is one launch or one per layer."""
+    for ratio in (1.0, 0.5):
+        plain, quick = make_engine(Settings(cache_ratio=ratio)), fast(Settings(cache_ratio=ratio))
+        for engine in (plain, quick):
+            engine.generate(PROMPT, TOKENS, stop=False)
+        assert (plain.brain.counters == quick.brain.counters).all()
+
+
+@pytest.mark.integration
+def test_settings_change_while_decoding(fast: MakeEngine) -> None:
+    choices = [Settings.parse(fields) for name, fields in FETCH_ONLY.items() if name != "drafts"]
+    still, moving = fast(Settings(cache_ratio=1.0), seed=2), fast(choices[0], seed=3)
+    changed: list[int] = []
+
+    def push(_: int) -> None:
+        changed.append(len(changed))
+        moving.apply(choices[len(changed) % len(choices)])
+
+    expected = still.generate(PROMPT, 2 * TOKENS, stop=False).token_ids
+    assert moving.generate(PROMPT, 2 * TOKENS, on_token=push, stop=False).token_ids == expected
+    moving.brain.check_integrity()
+
+
+@pytest.mark.integration
+def test_a_copy_that_never_happens_shows(fast: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Freed slots hold NaN, so that the comparisons above can fail."""
+    engine = fast(Settings(cache_ratio=0.0))
+    engine.generate(PROMPT, 3, stop=False)
+    monkeypatch.setattr("ctypes.memmove", lambda *_: None)
+    _, logits = decoded(engine)
+    assert torch.isnan(logits[0]).all()
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("family", ["gpt-oss-20b", "deepseek-v2-lite", "olmoe-1b-7b", "glm-4.7-flash", "mixtral-8x7b"])
+def test_families(family: str) -> None:
+    """Windows, sinks, biases, latent attention, shared experts, dense layers, groups: all by the same pieces."""
+    window = {"sliding_window": 6} if family.startswith("gpt") else {}
+    model = Checkpoint.random(family, **SMALL, **BY_NAME.get(family, {}), **window)
+    options = EngineOptions(context_tokens=CONTEXT)
+    settings = Settings(cache_ratio=0.5)
+    with Engine(model, options, settings) as plain:
+        expected, slow = decoded(plain)
+    engine = Engine(model, options, settings)
+    device = accelerate(engine, 4)
+    found, quick = decoded(engine)
+    engine.close()
+    device.close()
+    assert found == expected
+    for one, other in zip(quick, slow, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-3)
