@@ -1,11 +1,10 @@
-"""The controls in the sidebar, kept in the address so that a link shows the same, and what they amount to: a `View`."""
+"""The controls in the sidebar, kept in the address so that a link shows the same; together they are a `View`."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 import streamlit as st
 
@@ -13,10 +12,9 @@ from foreload.budget import fixed_bytes, slot_budget
 from foreload.dashboard.app import data
 from foreload.dashboard.app.data import Dataset
 from foreload.dashboard.app.url import seed
+from foreload.dashboard.app.view import View
 from foreload.errors import ForeloadError, SettingsError
-from foreload.settings import MAX_PREFETCH_DEPTH, Settings, check_slots, staging_slots
-from foreload.simulator.bounds import Bounds
-from foreload.simulator.result import SimResult
+from foreload.settings import MAX_GAMMA, MAX_PREFETCH_DEPTH, Draft, Settings, check_slots, staging_slots
 from foreload.simulator.whatif import Machine
 from foreload.units import format_bytes
 
@@ -35,47 +33,6 @@ CONTROLS = {
 """Field of the settings -> its control."""
 FACTORS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)
 CONTEXTS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
-
-
-@dataclass(frozen=True)
-class View:
-    """What is looked at: a source, a machine, a memory budget, and settings that fit in it."""
-
-    name: str
-    data: Dataset
-    machine: Machine
-    memory_bytes: int
-    context: int
-    budget: int  # expert slots, staging included
-    settings: Settings
-    capacity: tuple[int, ...]
-
-    @property
-    def base(self) -> Settings:
-        """The default settings on the same budget."""
-        return Settings()
-
-    @property
-    def base_capacity(self) -> tuple[int, ...]:
-        """What the default keeps: the largest uniform count that fits."""
-        return check_slots(self.base, self.data.shape, self.budget, self.data.profile.meta.expert_bytes)
-
-    def predicted(self) -> SimResult:
-        """The simulation of these settings."""
-        return data.predict(self.name, self.machine, self.settings, self.capacity)
-
-    def predicted_default(self) -> SimResult:
-        """The simulation of the default."""
-        return data.predict(self.name, self.machine, self.base, self.base_capacity)
-
-    def floor(self) -> Bounds:
-        """What nothing can beat in this memory."""
-        return data.floor(self.name, self.machine, sum(self.capacity) + staging_slots(self.settings, self.data.shape))
-
-    @property
-    def plan(self) -> Settings:
-        """The settings with their slots spelled out, as they are exported and pushed."""
-        return self.settings.changed(cache_ratio=None, slots_per_layer=self.capacity)
 
 
 def sidebar() -> View | None:
@@ -171,14 +128,32 @@ def _decisions(found: Dataset) -> dict[str, Any]:
         fields["prefetch_width"] = st.select_slider(
             "Experts prefetched per layer", widths, key=seed("width", found.shape.top_k, widths)
         )
-    return fields
+    return {**fields, **_draft()}
+
+
+def _draft() -> dict[str, Any]:
+    """What proposes tokens."""
+    kind = _choice("Draft", get_args(Draft.model_fields["kind"].annotation), "draft")
+    if kind == "none":
+        return {}
+    gamma = st.slider("Tokens proposed per step", 1, MAX_GAMMA, key=seed("gamma", 4, low=1, high=MAX_GAMMA))
+    return {"draft": {"kind": kind, "gamma": gamma}}
 
 
 def _more() -> dict[str, Any]:
-    """Any other field, as JSON."""
+    """The other choices there are, and any other field as JSON."""
+    fields = {}
     with st.expander("More settings"):
+        for name, field in Settings.model_fields.items():
+            if get_origin(field.annotation) is Literal and name not in CONTROLS:
+                fields[name] = _choice(name.replace("_", " ").capitalize(), _options(name), name, field.default)
         text = st.text_area("Other fields as JSON", key=seed("more", ""), placeholder='{"admit_per_step": 4}')
-    if not text or not text.strip():
+    return {**fields, **_parsed(text)}
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """Fields in JSON; SettingsError if it is no object."""
+    if not text.strip():
         return {}
     try:
         values = json.loads(text)
@@ -208,7 +183,8 @@ def look_at(settings: Settings) -> None:
         values.update(cache=SHARE, share=round(settings.cache_ratio * 100))
     else:
         values.update(cache=FILLS)
-    shown = {*CONTROLS, "slots_per_layer", "cache_ratio"}
+    values.update(draft=settings.draft.kind, gamma=settings.draft.gamma)
+    shown = {*CONTROLS, "slots_per_layer", "cache_ratio", "draft"}
     rest = {k: v for k, v in settings.model_dump(mode="json", exclude_defaults=True).items() if k not in shown}
     values["more"] = json.dumps(rest) if rest else ""
     for name, value in values.items():

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import streamlit as st
 
-from foreload.dashboard.app.controls import View, sidebar
+from foreload.dashboard.app.controls import sidebar
 from foreload.dashboard.app.url import begin, publish
+from foreload.dashboard.app.view import View
 from foreload.dashboard.app.views import cache, compare, exports, live, timeline, tuner, validation, whatif
 from foreload.errors import ForeloadError
 

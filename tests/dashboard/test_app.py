@@ -141,6 +141,16 @@ def test_what_does_not_fit_says_so() -> None:
     assert "numbers with commas" in start(cache="slots by layer", slots="a,b").error[0].value
 
 
+def test_what_the_recording_does_not_hold_is_named() -> None:
+    script = start(draft="ngram")
+    assert script.slider(key="gamma").value == 4
+    assert "draft" in script.error[0].value
+    assert "quasi_hidden" in start(predictor="quasi_hidden").error[0].value
+    recorded = start(predictor="gate", depth="2", width="8")
+    assert (recorded.button_group(key="depth").value, recorded.select_slider(key="width").value) == (2, 8)
+    assert metric(recorded, "Time per token").endswith(" ms")
+
+
 def test_the_other_source_is_a_real_link_without_validation() -> None:
     script = start(source=H200)
     assert "error unknown on this machine" in captions(script)

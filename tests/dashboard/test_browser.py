@@ -137,7 +137,7 @@ def test_a_push_into_a_live_engine(look: Look, tmp_path: Path) -> None:
         assert (inside["eviction"], inside["miss_action"], inside["slots_per_layer"]) == ("lfu", "cpu", [8] * 8)
         ask(f"{engine}/v1/completions", {"model": "mini", "prompt": "The kernel", "max_tokens": 48, "temperature": 0})
         look.page.reload()
-        look.page.get_by_text("of the controls, on AMD EPYC").wait_for()
+        look.page.get_by_text("requests, on AMD EPYC").wait_for()
         look.settled()
         assert look.metric("Time per token").endswith(" ms")
         assert look.metric("Found on the device").endswith("%")

@@ -8,8 +8,8 @@ import streamlit as st
 from foreload.backend.policy import Counter
 from foreload.dashboard.analysis import policy_name
 from foreload.dashboard.app import figures, labels
-from foreload.dashboard.app.controls import View
 from foreload.dashboard.app.url import seed
+from foreload.dashboard.app.view import View
 
 DECODE = 0
 MAPS = USE, HITS, CURVE = "use of experts", "found, by layer", "found, by layer and slots"

@@ -9,7 +9,7 @@ import pandas as pd
 import streamlit as st
 
 from foreload.dashboard.app import data, figures, labels
-from foreload.dashboard.app.controls import View
+from foreload.dashboard.app.view import View
 from foreload.dashboard.app.views.tuner import tuned
 from foreload.dashboard.collect import breakdown
 from foreload.errors import ForeloadError, SettingsError

@@ -7,8 +7,8 @@ import streamlit as st
 
 from foreload.backend.export import ENGINES, Exported, Target, explain, export
 from foreload.dashboard.app import labels
-from foreload.dashboard.app.controls import View
 from foreload.dashboard.app.url import seed
+from foreload.dashboard.app.view import View
 from foreload.errors import ForeloadError
 from foreload.units import format_bytes
 

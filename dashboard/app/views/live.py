@@ -10,8 +10,8 @@ import streamlit as st
 
 from foreload.client import EngineClient
 from foreload.dashboard.app import figures, labels
-from foreload.dashboard.app.controls import View
 from foreload.dashboard.app.url import seed
+from foreload.dashboard.app.view import View
 from foreload.errors import BudgetError, ForeloadError
 from foreload.settings import Settings
 from foreload.units import format_bytes
@@ -86,8 +86,8 @@ def _tiles(stats: dict[str, Any], view: View) -> None:
     known = "" if ours else " The engine runs other settings than the controls show: push them to compare."
     st.caption(
         f"large: {labels.badge('measured')} over the last {recent['tokens']} tokens; small: "
-        f"{labels.of_simulation(predicted, view.machine)} for the settings of the controls, on "
-        f"{view.data.profile.meta.machine}.{known}"
+        f"{labels.of_simulation(predicted, view.machine)} for the settings of the controls and the recorded "
+        f"requests, on {view.data.profile.meta.machine}.{known}"
     )
     requests = ", ".join(f"{count} {state}" for state, count in stats["requests"].items() if count)
     st.caption(f"{stats['model']} on {stats['device']}, {stats['settings']}; requests: {requests or 'none yet'}")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import streamlit as st
 
 from foreload.dashboard.app import data, figures, labels
-from foreload.dashboard.app.controls import View
 from foreload.dashboard.app.url import seed
+from foreload.dashboard.app.view import View
 
 MOST_SPANS = 4000
 SHOWN = (1, 2, 4)

@@ -6,7 +6,8 @@ import pandas as pd
 import streamlit as st
 
 from foreload.dashboard.app import data, figures, labels
-from foreload.dashboard.app.controls import View, look_at
+from foreload.dashboard.app.controls import look_at
+from foreload.dashboard.app.view import View
 from foreload.dashboard.collect import predicted_of
 from foreload.simulator.tune import TuneResult, tune
 from foreload.simulator.whatif import Machine

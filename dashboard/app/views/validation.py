@@ -9,7 +9,7 @@ import pandas as pd
 import streamlit as st
 
 from foreload.dashboard.app import figures, labels
-from foreload.dashboard.app.controls import View
+from foreload.dashboard.app.view import View
 
 NEEDED = {"settings", "predicted_ms", "measured_ms", "error_pct", "spread_pct"}
 

@@ -9,7 +9,7 @@ import streamlit as st
 
 from foreload.backend.policy import Counter
 from foreload.dashboard.app import figures, labels
-from foreload.dashboard.app.controls import View
+from foreload.dashboard.app.view import View
 from foreload.dashboard.collect import breakdown
 from foreload.dashboard.result import Breakdown
 from foreload.simulator.result import SimResult
@@ -33,6 +33,7 @@ def page(view: View) -> None:
     st.caption(f"per token; every layer demands {view.data.shape.top_k} " + labels.of_simulation(result, view.machine))
     with st.expander("Where the costs come from"):
         st.caption(view.data.describe())
+        st.markdown("\n".join(f"- {labels.badge(name)} {text}" for name, text in labels.MEANINGS.items()))
         rows = [{"cost": figures.words(probe), "source": source} for probe, source in result.sources.items()]
         st.dataframe(pd.DataFrame(rows), hide_index=True)
 
