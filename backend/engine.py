@@ -12,8 +12,10 @@ from random import Random
 from types import TracebackType
 from typing import Literal, Self
 
+import numpy as np
 import psutil
 import torch
+from numpy.typing import NDArray
 
 from foreload.backend.applied import Applied, Watch
 from foreload.backend.experts.check import check_placement
@@ -38,6 +40,7 @@ from foreload.backend.sampling import Sampler, Sampling
 from foreload.backend.speculate.accept import judge
 from foreload.backend.speculate.drafts import Drafts
 from foreload.backend.turns import Turns
+from foreload.backend.warm import warm_start
 from foreload.budget import slot_budget
 from foreload.errors import UsageError
 from foreload.settings import Settings, check_slots
@@ -88,10 +91,12 @@ class Engine:
         settings: Settings | None = None,
         costs: CostsFor | None = None,
         progress: Callable[[int, int], None] | None = None,
+        warm: NDArray[np.int64] | None = None,
     ) -> None:
         """Load the model and take the settings (default: `Settings()`).
 
-        `costs(settings)` gives what `miss_action: split` decides by (`simulator.costs.split_costs` of a profile).
+        `costs(settings)` gives what some settings decide by (`simulator.costs.split_costs` of a profile). `warm`
+        [MoE layers, experts]: uses in a recording, by which residents are loaded now (`backend.warm.warm_counts`).
         Raises BudgetError if device memory cannot hold the dense weights, the KV cache, staging and the slots.
         """
         settings = settings or Settings()
@@ -115,7 +120,8 @@ class Engine:
             torch.set_num_threads(1)
         compile_policies()
         self._costs = costs
-        self.brain = Brain(self.shape, settings, self.capacity, self._split_costs(settings))
+        self._warm = warm
+        self.brain = Brain(self.shape, settings, self.capacity, self._split_costs(settings), warm)
         decoder = Decoder(checkpoint, self.device, dtype, options.context_tokens)
         self._predictors = workshop.open(decoder)
         self.pool = SlotPool(self.shape, self.device, dtype)
@@ -131,6 +137,7 @@ class Engine:
         self._request = threading.Lock()
         self._turns = Turns()
         self._follow(settings, self._predictors.use(settings))
+        self.warm_start = warm_start(self.copies, self.expert_bytes)
 
     @classmethod
     def load(cls, model: str, options: EngineOptions | None = None, settings: Settings | None = None) -> Engine:
@@ -172,7 +179,7 @@ class Engine:
         return HostLink(self.options.link_bytes_per_s, delay)
 
     def _split_costs(self, settings: Settings) -> SplitCosts | None:
-        needed = settings.miss_action == "split" and self._costs is not None
+        needed = settings.needs_costs is not None and self._costs is not None
         return self._costs(settings) if needed and self._costs is not None else None
 
     @staticmethod
@@ -214,7 +221,7 @@ class Engine:
             costs = self._split_costs(settings)
             slot_limit = self._slot_limit(settings)
             capacity = check_slots(settings, self.shape, slot_limit, self.expert_bytes)
-            Brain.check(settings, costs)
+            Brain.check(settings, costs, self._warm is not None)
             predictor = self._predictors.use(settings)
             with self.copies.lock:
                 self.brain.quiesce()
@@ -229,14 +236,18 @@ class Engine:
             self.cpu.resize(self._workers(settings))
             self.settings, self.capacity, self.slot_limit = settings, capacity, slot_limit
             self._follow(settings, predictor)
+            if settings.admission == "none":  # nothing else would ever fill the new slots
+                warm_start(self.copies, self.expert_bytes)
             return watch.end(len(moves))
 
     def reset_cache(self) -> None:
-        """Forget residents and history, as after loading."""
-        with self._turns.guest(), self.copies.lock:
-            self.brain.quiesce()
-            self.copies.settle()
-            self.brain.drop_cache()
+        """Forget residents and history, as after loading: a warm start is done again."""
+        with self._turns.guest():
+            with self.copies.lock:
+                self.brain.quiesce()
+                self.copies.settle()
+                self.brain.drop_cache()
+            self.warm_start = warm_start(self.copies, self.expert_bytes)
 
     def generate(
         self,

@@ -28,7 +28,7 @@ class Generation:
     token_ids: list[int]
     ttft_ns: int
     steps: list[DecodeStep]
-    counters: NDArray[np.int64] = field(repr=False)  # [2 phases, MoE layers, counters] of this request alone
+    counters: NDArray[np.int64] = field(repr=False)  # [3 phases, MoE layers, counters] of this request alone
 
     @property
     def decode_ns(self) -> int:

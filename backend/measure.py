@@ -37,7 +37,7 @@ class Measured:
     ttft_ns: list[float] = field(default_factory=list)
     tokens: int = 0  # tokens that decode steps added, per repetition
     diverged: int = 0  # requests whose text was not the recorded one
-    counters: NDArray[np.int64] = field(default_factory=lambda: np.zeros((2, 1, len(Counter)), np.int64))
+    counters: NDArray[np.int64] = field(default_factory=lambda: np.zeros((3, 1, len(Counter)), np.int64))
 
     def count(self, counter: Counter) -> int:
         """A decode counter over all layers, of the last repetition."""

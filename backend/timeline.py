@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from foreload.backend.engine import Engine
 from foreload.backend.experts.transfer import CopySpan
 from foreload.backend.observe import Marks, NoMarks
-from foreload.backend.policy.state import DEMAND, PREFETCH
+from foreload.backend.policy.state import AHEAD, DEMAND, PREFETCH
 from foreload.traces.timings import Span, span_name
 
 _KINDS = {"submit": "plan", "wait_cpu": "wait"}
@@ -56,7 +56,7 @@ def _spans(
         yield span(_TRACKS.get(kind, "host"), _KINDS.get(kind, kind), layer, expert, begun, done)
     for copy in copies:
         if copy.issued_ns >= zero:
-            kind = {DEMAND: "fetch", PREFETCH: "prefetch"}.get(copy.purpose, "upload")
+            kind = {DEMAND: "fetch", PREFETCH: "prefetch", AHEAD: "prefetch"}.get(copy.purpose, "upload")
             layer, expert = divmod(copy.key, engine.shape.experts)
             yield span("link", kind, layer, expert, copy.issued_ns, copy.landed_ns, engine.expert_bytes)
     for layer, _, begun, done in cpu:

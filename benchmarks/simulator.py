@@ -31,7 +31,7 @@ def run() -> list[Rate]:
 
         rates.append(measure(f"SimPy, {name}", simulated, SIMULATED, "tokens", 3))
     for name, settings in SETTINGS.items():
-        split = split_costs(costs, SHAPE, settings) if settings.miss_action == "split" else None
+        split = split_costs(costs, SHAPE, settings) if settings.needs_costs is not None else None
         requests = load_requests(long, SHAPE, settings)
 
         def replayed(settings: Settings = settings, requests=requests, split=split) -> object:  # type: ignore[no-untyped-def]

@@ -76,7 +76,7 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
     field = ".".join(str(part) for part in first["loc"]) or "(whole)"
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     if first["type"] == "extra_forbidden":
-        return f"unknown field {field!r}: known are {', '.join(model.model_fields)}{more}"
+        return f"unknown field {field!r}: known are {', '.join(_fields(model, first['loc'][:-1]))}{more}"
     if first["type"] == "missing":
         return f"field {field!r} is missing{more}"
     if first["type"] == "value_error":
@@ -85,6 +85,15 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
     value = repr(first["input"])
     shown = value if len(value) <= 60 else value[:57] + "..."
     return f"field {field!r} is {shown}: {first['msg']}{more}"
+
+
+def _fields(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
+    """Fields of `model`, or of the model nested in it at `path`."""
+    for name in path:
+        nested = model.model_fields[str(name)].annotation if str(name) in model.model_fields else None
+        if isinstance(nested, type) and issubclass(nested, BaseModel):
+            model = nested
+    return list(model.model_fields)
 
 
 def parse_model(model: type[M], value: Any, source: str) -> M:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from foreload.errors import BudgetError, SettingsError
 from foreload.files import explain, read_mapping, write_text
@@ -16,13 +17,17 @@ from foreload.units import format_bytes
 MAX_PREFETCH_DEPTH = 4
 MAX_GAMMA = 16
 
-Eviction = Literal["lru", "lfu", "lfru"]
+Pool = Literal["layer", "shared"]
+Eviction = Literal["lru", "lfu", "lfru", "static", "utility", "random"]
 Admission = Literal["demand", "background", "none"]
-Predictor = Literal["none", "gate", "quasi_hidden", "estimator", "hybrid"]
+Predictor = Literal["none", "gate", "quasi_hidden", "estimator", "hybrid", "previous_step", "utility"]
 GATE_SIDE = ("gate", "quasi_hidden", "estimator", "hybrid")
 """Predictors that give scores, and so weights, of a later layer's experts."""
 MissAction = Literal["fetch", "cpu", "split"]
-SplitRule = Literal["makespan", "bandwidth"]
+SplitRule = Literal["makespan", "tau", "bandwidth", "per_expert"]
+Objective = Literal["makespan", "balance"]
+NEXT_STEP = ("previous_step", "utility")
+"""Predictors of a layer's next step, where no gate runs ahead and `prefetch_depth` stays 0."""
 DraftKind = Literal["none", "ngram"]
 
 
@@ -43,6 +48,34 @@ class Draft(BaseModel):
         return self
 
 
+class Utility(BaseModel):
+    """How the utility s of an expert follows its demand (MoE-SpAc; `backend/policy/utility.py`), and what is hot."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    k: Annotated[int, Field(ge=1, le=64)] = 4  # s is an integer from 0 to k
+    signal: Literal["delta", "level"] = "delta"
+    rate: Annotated[float, Field(ge=0, le=1)] = 0.1  # how fast the boundaries follow (lambda)
+    adapt: Literal["real", "floored", "off"] = "real"
+    theta_up: Annotated[float, Field(ge=0)] | None = None  # where the boundaries start; None: max(1/2, gamma / 2)
+    theta_down: Annotated[float, Field(ge=0)] | None = None
+    tau: Literal["auto"] | int = "auto"  # s >= tau is hot; k + 1: nothing is
+    reset_done: bool = False  # eviction takes s as 0 in layers that the running step has computed
+
+    @field_validator("tau", mode="before")
+    @classmethod
+    def _known_tau(cls, value: Any) -> Any:
+        if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"tau is {value!r}: 'auto' or a whole number from 1 to k + 1 is accepted")
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.tau != "auto" and self.tau > self.k + 1:
+            raise ValueError(f"tau {self.tau} is above k + 1: with k {self.k}, 'auto' or 1 to {self.k + 1} is accepted")
+        return self
+
+
 class Settings(BaseModel):
     """One frozen, validated setting of the engine.
 
@@ -56,6 +89,7 @@ class Settings(BaseModel):
 
     slots_per_layer: tuple[Annotated[int, Field(ge=0)], ...] | None = None
     cache_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
+    pool: Pool = "layer"
     eviction: Eviction = "lru"
     admission: Admission = "demand"
     admit_per_step: Annotated[int, Field(ge=1, le=64)] = 2
@@ -66,6 +100,8 @@ class Settings(BaseModel):
     speculate_layers: tuple[Annotated[int, Field(ge=0)], ...] | Literal["all"] = ()
     miss_action: MissAction = "fetch"
     split_rule: SplitRule = "makespan"
+    objective: Objective = "makespan"
+    utility: Utility = Utility()
     cpu_threads: Annotated[int, Field(ge=1, le=256)] = 1
     draft: Draft = Draft()
     prefill_chunk_tokens: Annotated[int, Field(ge=1)] = 256
@@ -75,7 +111,25 @@ class Settings(BaseModel):
     def _consistent(self) -> Self:
         if self.slots_per_layer is not None and self.cache_ratio is not None:
             raise ValueError("slots_per_layer and cache_ratio exclude each other: give one of them")
-        if (self.prefetch_depth > 0) != (self.predictor != "none"):
+        self._check_predictor()
+        self._check_speculation()
+        if self.objective != "makespan" and self.split_rule not in ("makespan", "tau"):
+            raise ValueError(
+                f"objective {self.objective!r} goes with split_rule 'makespan' or 'tau': "
+                f"{self.split_rule!r} weighs nothing"
+            )
+        return self
+
+    def _check_predictor(self) -> None:
+        if self.predictor in NEXT_STEP:
+            if self.prefetch_depth:
+                raise ValueError(
+                    f"prefetch_depth {self.prefetch_depth} does not go with predictor {self.predictor!r}, "
+                    "which looks at each layer's next step: depth 0"
+                )
+            if self.admission == "none":
+                raise ValueError(f"predictor {self.predictor!r} needs an admission that lets residents change")
+        elif (self.prefetch_depth > 0) != (self.predictor != "none"):
             raise ValueError(
                 f"prefetch_depth {self.prefetch_depth} does not go with predictor {self.predictor!r}: "
                 "depth 0 goes with 'none', a depth of 1 or more with a predictor"
@@ -85,8 +139,19 @@ class Settings(BaseModel):
                 f"prefetch_rolled goes with a prefetch_depth of 2 or more and predictor {', '.join(GATE_SIDE)}: "
                 f"they are {self.prefetch_depth} and {self.predictor!r}"
             )
-        self._check_speculation()
-        return self
+
+    @property
+    def uses_utility(self) -> bool:
+        """Whether anything is decided by utility."""
+        split = self.miss_action == "split" and self.split_rule == "tau"
+        return split or self.eviction == "utility" or self.predictor == "utility"
+
+    @property
+    def needs_costs(self) -> str | None:
+        """What cannot be decided without measured costs, as words; None if all can."""
+        if self.miss_action == "split":
+            return "miss_action 'split'"
+        return f"predictor {self.predictor!r}" if self.predictor in NEXT_STEP else None
 
     def _check_speculation(self) -> None:
         layers = self.speculate_layers
@@ -116,7 +181,7 @@ class Settings(BaseModel):
         """Write as JSON or, if `path` ends in .toml, as TOML, atomically."""
         values = self.model_dump(mode="json", exclude_none=True)
         if Path(path).suffix == ".toml":
-            write_text(path, "".join(f"{key} = {_toml(value)}\n" for key, value in values.items()))
+            write_text(path, _toml(values))
         else:
             write_text(path, json.dumps(values, indent=1) + "\n")
 
@@ -150,21 +215,29 @@ class Settings(BaseModel):
 
     def describe(self) -> str:
         """The fields that differ from the default, on one line."""
-        parts = [f"{key}={_shown(value)}" for key, value in self.model_dump(exclude_defaults=True).items()]
+        parts = []
+        for key, value in _flat(self.model_dump(exclude_defaults=True)):
+            shown = "/".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            parts.append(f"{key}={shown}")
         return " ".join(parts) or "default"
 
 
-def _toml(value: Any) -> str:
-    """A value as TOML, mappings as inline tables."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_toml(inner)}" for key, inner in value.items()) + "}"
-    return json.dumps(value)
+def _toml(values: Mapping[str, Any]) -> str:
+    """`values` as TOML: plain fields, then one table per nested model."""
+    tables = {key: value for key, value in values.items() if isinstance(value, dict)}
+    lines = [f"{key} = {json.dumps(value)}\n" for key, value in values.items() if key not in tables]
+    for name, table in tables.items():
+        lines += [f"\n[{name}]\n", *(f"{key} = {json.dumps(value)}\n" for key, value in table.items())]
+    return "".join(lines)
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, dict):
-        return ",".join(_shown(inner) for inner in value.values())
-    return "/".join(map(str, value)) if isinstance(value, tuple) else str(value)
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Fields of nested models under their full names."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def step_experts(settings: Settings, shape: ModelShape) -> int:
@@ -183,7 +256,7 @@ def staging_slots(settings: Settings, shape: ModelShape) -> int:
 
 
 def slot_counts(settings: Settings, shape: ModelShape, slot_budget: int | None = None) -> tuple[int, ...]:
-    """Persistent slots per MoE layer.
+    """Persistent slots per MoE layer; a shared pool has their sum, and no layer a claim on its part.
 
     `slot_budget` is how many slots (persistent and staging) the device can hold; it decides the default and refuses
     what does not fit. Raises SettingsError for a list of the wrong length or a count above the experts of a layer.
@@ -201,7 +274,9 @@ def slot_counts(settings: Settings, shape: ModelShape, slot_budget: int | None =
     if slot_budget is None:
         raise SettingsError("slots_per_layer and cache_ratio are both unset and no memory budget is known: give one")
     spare = max(0, slot_budget - staging_slots(settings, shape))
-    return (min(shape.experts, spare // layers),) * layers
+    each = min(shape.experts, spare // layers)
+    left = spare % layers if settings.pool == "shared" and each < shape.experts else 0
+    return (each + 1,) * left + (each,) * (layers - left)
 
 
 def check_slots(settings: Settings, shape: ModelShape, slot_budget: int, expert_bytes: int) -> tuple[int, ...]:

@@ -123,14 +123,8 @@ def experts_per_second(costs: CostModel) -> float:
 
 def _blocks_ns(costs: CostModel, context: int, fed: int) -> int:
     """Dense work of one step over `fed` tokens: everything but experts, predictions and drafts."""
-    layers = costs.shape.n_moe_layers
-
-    def block(probe: str, at: int = 0) -> int:
-        found = costs.block(probe, at, fed)
-        return max(found.host_ns, found.gpu_ns)
-
-    per_layer = block("attention", context) + block("route") + block("finish") + block("plan")
-    return block("embed") + layers * per_layer + block("head")
+    ends = costs.block("embed", tokens=fed).busy_ns + costs.block("head", tokens=fed).busy_ns
+    return ends + costs.shape.n_moe_layers * costs.dense_ns(context, fed)
 
 
 def _experts_ns(costs: CostModel, most: int, windows: bool) -> tuple[list[int], list[int]]:

@@ -59,6 +59,11 @@ class Cost:
     gpu_ns: int
     source: Source
 
+    @property
+    def busy_ns(self) -> int:
+        """The longer of both."""
+        return max(self.host_ns, self.gpu_ns)
+
 
 @dataclass(frozen=True)
 class _Point:
@@ -199,6 +204,18 @@ class CostModel:
         pinned = max(m.at.get("pinned", 0) for m in self.profile.points("copy"))
         return self.cost("copy", self.expert_bytes, pinned=pinned).host_ns
 
+    def dense_ns(self, context: int, tokens: int = 1) -> int:
+        """Blocks of one layer-step over `tokens` tokens, without experts and predictions, on whichever is slower."""
+        found = [self.block(probe, at, tokens) for probe, at in (("plan", 0), ("attention", context))]
+        found += [self.block("route", tokens=tokens), self.block("finish", tokens=tokens)]
+        return sum(cost.busy_ns for cost in found)
+
+    @cached_property
+    def middle_context(self) -> int:
+        """The middle one of the contexts at which attention was measured."""
+        contexts = sorted(m.at["context"] for m in self.profile.points("attention") if "context" in m.at)
+        return contexts[len(contexts) // 2]
+
     @cached_property
     def plan(self) -> Cost:
         """Planning a layer-step that queues no copy."""
@@ -247,8 +264,7 @@ class CostModel:
 
     def experts_gpu_ns(self, experts: int, tokens: int = 0) -> int:
         """Resident experts until they are done; arguments as for `experts_gpu`."""
-        found = self.experts_gpu(experts, tokens)
-        return max(found.host_ns, found.gpu_ns)
+        return self.experts_gpu(experts, tokens).busy_ns
 
     def experts_cpu_ns(self, experts: int, threads: int, tokens: int = 0) -> int:
         """Experts on an otherwise idle CPU, hand-off and result included; `tokens` as for `experts_gpu`."""
@@ -320,22 +336,34 @@ def _points(probe: str, axis: str, found: list[Measurement]) -> list[_Point]:
 
 
 def split_costs(profile: HardwareProfile | CostModel, shape: ModelShape, settings: Settings) -> SplitCosts:
-    """What the brain's `split` decides by: contended costs of one layer-step (design: section 5).
+    """What the brain decides by (design: section 5): contended costs of one layer-step, and how long the link is idle.
 
-    Copies and CPU experts beside each other, resident experts beside the CPU experts that are left. Raises
-    MismatchError if `settings.cpu_threads` was not measured.
+    Copies and CPU experts beside each other, resident experts beside the CPU experts that are left; without CPU experts
+    all of them alone. Raises MismatchError if `settings.cpu_threads` was not measured.
     """
     costs = profile if isinstance(profile, CostModel) else CostModel(profile, shape)
     k, threads = shape.top_k, settings.cpu_threads
-    most = step_experts(settings, shape)
-    window = [n if settings.draft.gamma else 0 for n in range(most + 1)]  # tokens: one each
+    most, gamma = step_experts(settings, shape), settings.draft.gamma
+    window = [n if gamma else 0 for n in range(most + 1)]  # tokens: one each
     counts = range(1, most + 1)
-    gpu = [costs.experts_gpu_ns(n, window[n]) * SCALE // costs.both_rate(n, max(1, k - n), threads) for n in counts]
-    cpu = [costs.experts_cpu_ns(n, threads, window[n]) * SCALE // costs.cpu_rate(n, threads) for n in counts]
+    io, gpu, cpu, token = costs.copy_ns, [costs.experts_gpu_ns(n, window[n]) for n in counts], [0] * most, 0
+    if settings.miss_action != "fetch":
+        io = io * SCALE // costs.copy_rate(threads)
+        gpu = [ns * SCALE // costs.both_rate(n, max(1, k - n), threads) for n, ns in enumerate(gpu, 1)]
+        cpu = [costs.experts_cpu_ns(n, threads, window[n]) * SCALE // costs.cpu_rate(n, threads) for n in counts]
+    if settings.miss_action != "fetch" and gamma:
+        more = costs.experts_cpu_ns(1, threads, 2) - costs.experts_cpu_ns(1, threads, 1)
+        token = max(0, more) * SCALE // costs.cpu_rate(1, threads)
+    dense = costs.dense_ns(costs.middle_context, gamma + 1)
+    if gamma:
+        dense += costs.cost(f"draft_{settings.draft.kind}", gamma).host_ns // shape.n_moe_layers
     return SplitCosts(
-        io_ns=costs.copy_ns * SCALE // costs.copy_rate(threads),
+        io_ns=io,
         gpu_ns=np.array([0, *gpu], np.int64),
         cpu_ns=np.array([0, *cpu], np.int64),
+        cpu_token_ns=token,
+        dense_ns=dense,
+        layer_ns=dense + costs.experts_gpu_ns(k, window[k]),
     )
 
 

@@ -15,10 +15,10 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from foreload.backend.policy.order import LFRU, LFU, LRU
+from foreload.backend.policy.rules import BELADY, LFRU, LFU, LRU, RANDOM
 from foreload.errors import UsageError
 from foreload.settings import Settings
-from foreload.simulator.stacks import BELADY, RANDOM, count_demand, next_uses, stack_pass
+from foreload.simulator.stacks import count_demand, next_uses, stack_pass
 from foreload.traces.schema import PREFILL, Trace, TraceMeta
 
 ORDERS = {"lru": LRU, "lfu": LFU, "lfru": LFRU, "random": RANDOM, "belady": BELADY}
@@ -146,7 +146,7 @@ def curves(steps: Steps, policies: Sequence[str] = POLICIES, seed: int = 0) -> C
             if order == BELADY:
                 next_uses(ids, steps.starts, steps.counted, future)
             where = (steps.starts, steps.chunk, steps.counted, steps.fresh)
-            stack_pass(ids, future, where, order, np.uint64(seed * 1_000_003 + layer), hits[policy][layer])
+            stack_pass(ids, future, where, order, (layer, seed), hits[policy][layer])
             np.cumsum(hits[policy][layer], out=hits[policy][layer])
     return Curves(meta, int(steps.counted.sum()), steps.whole, demanded, hits)
 

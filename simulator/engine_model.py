@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from foreload.backend.policy import Action, Brain
 from foreload.backend.policy.state import DECODE, N_QUEUED, PREFILL
@@ -19,7 +20,7 @@ from foreload.shape import ModelShape
 from foreload.simulator.clock import COLD, INTERRUPT, WAIT_CPU, WAIT_LINK, WAKE, HostClock
 from foreload.simulator.costs import Cost, CostModel, as_costs, split_costs
 from foreload.simulator.devices import Device, GpuDevice, HostDevice
-from foreload.simulator.prefill import prefill
+from foreload.simulator.prefill import prefill, warm_start
 from foreload.simulator.resources import Clockwork, CpuPool, Link, Process, Sharing
 from foreload.simulator.result import SimResult, token_parts
 from foreload.simulator.timeline import Timeline
@@ -33,12 +34,18 @@ class EngineModel:
     """One engine with its cache, from a cold start."""
 
     def __init__(
-        self, costs: CostModel, shape: ModelShape, settings: Settings, capacity: tuple[int, ...], timeline: bool = False
+        self,
+        costs: CostModel,
+        shape: ModelShape,
+        settings: Settings,
+        capacity: tuple[int, ...],
+        timeline: bool = False,
+        warm: NDArray[np.int64] | None = None,
     ) -> None:
-        split = split_costs(costs, shape, settings) if settings.miss_action == "split" else None
+        split = split_costs(costs, shape, settings) if settings.needs_costs is not None else None
         self.env = Clockwork()
         self.costs, self.shape, self.settings = costs, shape, settings
-        self.brain = Brain(shape, settings, capacity, split)
+        self.brain = Brain(shape, settings, capacity, split, warm)
         self.timeline = Timeline(timeline)
         self.clock = HostClock(self.env, self.timeline)
         sharing = Sharing(self.env, costs, settings.cpu_threads)
@@ -48,6 +55,7 @@ class EngineModel:
         self.device: Device = kind(self.env, costs, sharing, self.link, self.clock, self.timeline)
         self.token_ns: list[int] = []
         self.ttft_ns: list[int] = []
+        self.warm_ns = 0
         self.decode_time: Mapping[str, int] = {}
         self.prefill_time: Mapping[str, int] = {}
         self.steps = 0
@@ -65,6 +73,9 @@ class EngineModel:
 
     def _serve(self, requests: Sequence[Request]) -> Process:
         times = {DECODE: self.clock.time, PREFILL: type(self.clock.time)(int)}
+        self.clock.time = type(self.clock.time)(int)
+        yield from warm_start(self)
+        self.warm_ns = self.clock.now
         for request in requests:
             self.clock.time = times[PREFILL]
             begun = self.clock.now
@@ -225,10 +236,12 @@ def simulate(
     capacity: tuple[int, ...],
     requests: Sequence[int] | None = None,
     timeline: bool = False,
+    warm: NDArray[np.int64] | None = None,
 ) -> SimResult:
     """What `settings` with `capacity` [MoE layers] persistent slots would do on the profiled machine.
 
-    `requests` chooses and orders requests of the trace (default: all); the cache starts empty and lives through them.
+    `requests` chooses and orders requests of the trace (default: all); the cache lives through them, and starts empty
+    or with what `warm` [MoE layers, experts], uses in a recording, makes it load.
     Deterministic. Raises MismatchError if trace, profile, shape and settings do not belong together, FileError if the
     profile lacks a probe the settings need.
     """
@@ -236,7 +249,7 @@ def simulate(
         raise MismatchError(f"capacity has {len(capacity)} entries: the model has {shape.n_moe_layers} MoE layers")
     costs = as_costs(profile, shape).fresh()
     chosen = load_requests(trace, shape, settings, requests)
-    engine = EngineModel(costs, shape, settings, tuple(capacity), timeline)
+    engine = EngineModel(costs, shape, settings, tuple(capacity), timeline, warm)
     engine.run(chosen, sampled=float(trace.meta.sampling.get("temperature", 0.0)) > 0)
     return _result(engine, chosen)
 
@@ -254,6 +267,7 @@ def _result(engine: EngineModel, requests: Sequence[Request]) -> SimResult:
         token_part=token_parts(owner),
         steps=engine.steps,
         ttft_ns=np.array(engine.ttft_ns, np.int64),
+        warm_ns=engine.warm_ns,
         time_ns=engine.decode_time,
         prefill_time_ns=engine.prefill_time,
         counters=engine.brain.counters.copy(),

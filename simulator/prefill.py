@@ -1,4 +1,7 @@
-"""Prompts in the simulated engine: residents first, then the absent experts in waves through staging."""
+"""What the simulated engine does before it decodes: a warm start, and prompts.
+
+A prompt runs residents first, then the absent experts in waves through staging; so are a warm start's experts loaded.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,32 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from foreload.backend.policy.state import DECODE, KEPT, PREFILL
+from foreload.backend.policy.state import DECODE, KEPT, PREFILL, WARM
 from foreload.simulator.resources import Process
 from foreload.simulator.workload import Request
 
 if TYPE_CHECKING:
     from foreload.simulator.engine_model import EngineModel
+
+
+def warm_start(engine: EngineModel) -> Process:
+    """Load what the brain wants before the first request."""
+    every, brain = np.ones(engine.shape.experts, np.bool_), engine.brain
+    todo = deque((int(layer), int(expert)) for layer, expert in np.argwhere(brain.warm_targets()))
+    waiting: deque[tuple[int, int]] = deque()
+    engine.link.phase = WARM
+    while todo or waiting:
+        while todo and brain.prefill_fetch(*todo[0]):
+            waiting.append(todo.popleft())
+        yield from engine.pump()
+        layer, expert = waiting.popleft()
+        key = layer * engine.shape.experts + expert
+        if key not in engine.link.landed_at:
+            yield from engine.device.landed(key, layer, expert)
+        yield from engine.settle()
+        brain.prefill_done(layer, expert, every)
+    engine.link.phase = DECODE
+    engine.clock.idle_ns = engine.link.interruptions = 0
 
 
 def prefill(engine: EngineModel, request: Request) -> Process:

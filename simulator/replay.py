@@ -14,10 +14,10 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from foreload.backend.policy import Brain, SplitCosts, copies, step
-from foreload.backend.policy.brain import miss_rule
-from foreload.backend.policy.order import EVICTIONS
+from foreload.backend.policy import Brain, SplitCosts, copies, prompt, step
+from foreload.backend.policy.rules import Rules
 from foreload.backend.policy.state import (
+    AHEAD,
     DECODE,
     DEMAND,
     HITS,
@@ -26,17 +26,16 @@ from foreload.backend.policy.state import (
     PREFETCH,
     PREFETCHED,
     PREFILL,
-    STEP,
+    WARM,
     PolicyState,
 )
 from foreload.compiled import drop_stale_caches
-from foreload.settings import Settings, step_experts
+from foreload.settings import Settings
 from foreload.shape import ModelShape
 from foreload.simulator.workload import Request
 
 drop_stale_caches(Path(__file__).parent, Path(copies.__file__).parent)
 
-_ADMISSIONS = {"none": step.ADMIT_NONE, "demand": step.ADMIT_DEMAND, "background": step.ADMIT_BACKGROUND}
 _NO_COSTS = SplitCosts(0, np.zeros(1, np.int64), np.zeros(1, np.int64))
 
 
@@ -45,7 +44,7 @@ class Outcomes:
     """What became of the demand of T decode steps: L MoE layers, at most D experts each (k without drafts)."""
 
     tokens: int  # T
-    counters: NDArray[np.int64]  # [2 phases, L, Counter]
+    counters: NDArray[np.int64]  # [3 phases, L, Counter]
     histogram: NDArray[np.int64]  # [L, D+1, D+1, D+1] layer-steps by (fetched, on the CPU, prefetched and used)
 
     @property
@@ -79,9 +78,12 @@ def replay(
     settings: Settings,
     capacity: tuple[int, ...],
     costs: SplitCosts | None = None,
+    warm: NDArray[np.int64] | None = None,
 ) -> Outcomes:
-    """Outcomes of `requests` with `capacity` [L] slots, from an empty cache. `costs` as for the Brain."""
-    brain = Brain(shape, settings, capacity, costs)
+    """Outcomes of `requests` with `capacity` [L] slots, from an empty cache or a warm start. Rest as for the Brain."""
+    brain = Brain(shape, settings, capacity, costs, warm)
+    for layer, expert in np.argwhere(brain.warm_targets()):
+        _load(brain.state, brain.rules, layer, expert)
     layers, depth, width = shape.n_moe_layers, settings.prefetch_depth, settings.width(shape)
     most = 1 + max((request.demand.shape[2] for request in requests), default=shape.top_k)
     histogram = np.zeros((layers, most, most, most), np.int64)
@@ -89,27 +91,11 @@ def replay(
     nothing = np.zeros((0, 0, layers, width), np.int32)
     for at, request in enumerate(requests):
         brain.start_request()
-        _prompt(brain.state, prompts[at], _targets(brain, prompts[at]), EVICTIONS.index(settings.eviction))
+        if len(request.prompt):
+            _prompt(brain.state, brain.rules, prompts[at])
         ahead = np.stack(request.predicted[:depth]) if depth else nothing
-        _decode(
-            brain.state,
-            request.demand,
-            request.counts,
-            ahead,
-            (EVICTIONS.index(settings.eviction), miss_rule(settings), _ADMISSIONS[settings.admission]),
-            (settings.admit_per_step, step_experts(settings, shape)),
-            costs or _NO_COSTS,
-            histogram,
-        )
+        _decode(brain.state, brain.rules, request.demand, request.counts, ahead, costs or _NO_COSTS, histogram)
     return Outcomes(sum(len(r.emitted) for r in requests), brain.counters.copy(), histogram)
-
-
-def _targets(brain: Brain, counts: NDArray[np.int32]) -> NDArray[np.bool_]:
-    """Experts to keep from the last prompt chunk, [L, E]; layers do not depend on each other.
-
-    Asked from Python: a cached compiled function that returns an array may not also be part of another one's cache.
-    """
-    return np.stack([brain.prefill_targets(layer, row, last_chunk=True) for layer, row in enumerate(counts)])
 
 
 @njit(cache=True)
@@ -122,31 +108,39 @@ def _land(state: PolicyState, phase: int) -> None:
 
 
 @njit(cache=True)
-def _prompt(state: PolicyState, counts: NDArray[np.int32], targets: NDArray[np.bool_], eviction: int) -> None:
-    """The last prompt chunk fills the cache; counts and targets [L, E]."""
+def _load(state: PolicyState, rules: Rules, layer: int, expert: int) -> None:
+    """A warm start's expert goes into a persistent slot nobody holds."""
+    copies.enqueue(state, layer, expert, DEMAND)
+    _land(state, WARM)
+    prompt.prefill_done(state, rules, layer, expert, np.ones(state.status.shape[1], np.bool_))
+
+
+@njit(cache=True)
+def _prompt(state: PolicyState, rules: Rules, counts: NDArray[np.int32]) -> None:
+    """The last prompt chunk fills the cache; counts [L, E]."""
     for layer in range(counts.shape[0]):
+        prompt.look_up(state, layer, counts[layer])
+        target = np.zeros(counts.shape[1], np.bool_)
+        prompt.prefill_targets(state, rules, layer, counts[layer], target)
         resident = state.status[layer] == KEPT
         for expert in range(counts.shape[1]):
             if counts[layer, expert] > 0 and not resident[expert]:
                 copies.enqueue(state, layer, expert, DEMAND)
                 _land(state, PREFILL)
-                step.prefill_done(state, layer, expert, targets[layer], eviction)
+                prompt.prefill_done(state, rules, layer, expert, target)
 
 
 @njit(cache=True)
 def _decode(
     state: PolicyState,
+    rules: Rules,
     demand: NDArray[np.int32],
     counts: NDArray[np.int32],
     predicted: NDArray[np.int32],
-    rules: tuple[int, int, int],
-    limits: tuple[int, int],
     costs: SplitCosts,
     histogram: NDArray[np.int64],
 ) -> None:
     """Decode steps of one request; demand and counts [T, L, D], predicted [depth, T, L, width]."""
-    eviction, rule, admission = rules
-    admit_per_step, reserve = limits
     layers = demand.shape[1]
     actions = np.empty(demand.shape[2], np.int8)
     for token in range(demand.shape[0]):
@@ -155,19 +149,20 @@ def _decode(
             experts, action = demand[token, layer, :distinct], actions[:distinct]
             used = 0
             for expert in experts:
-                if state.status[layer, expert] == LANDED and state.purpose[layer, expert] == PREFETCH:
+                prefetch = state.purpose[layer, expert] in (PREFETCH, AHEAD)
+                if state.status[layer, expert] == LANDED and prefetch:
                     used += 1
-            step.demand(state, layer, experts, counts[token, layer, :distinct], eviction, rule, costs, action)
+            step.demand(state, rules, layer, experts, counts[token, layer, :distinct], costs, action)
             for ahead in range(predicted.shape[0]):
                 if layer + 1 + ahead < layers:
-                    step.prefetch(state, layer + 1 + ahead, predicted[ahead, token, layer + 1 + ahead], reserve)
+                    step.prefetch(state, rules, layer + 1 + ahead, predicted[ahead, token, layer + 1 + ahead])
             _land(state, DECODE)
             on_cpu = (action == step.ACT_CPU).sum()
             fetched = (action == step.ACT_FETCH).sum() + (action == step.ACT_LATE).sum()
             histogram[layer, fetched, on_cpu, used] += 1
-            step.finish(state, layer, experts, action, eviction, admission, admit_per_step, reserve)
+            step.finish(state, rules, layer, experts, action, costs)
             _land(state, DECODE)
-        state.scalars[STEP] += 1
+        step.end_step(state)
 
 
 @njit(cache=True)

@@ -16,12 +16,12 @@ from simpy.events import EventPriority
 
 from foreload.backend.policy import Brain
 from foreload.backend.policy.copies import WINDOW
-from foreload.backend.policy.state import DECODE, DEMAND, N_IN_FLIGHT, N_QUEUED, PREFETCH, UPLOAD
+from foreload.backend.policy.state import AHEAD, DECODE, DEMAND, N_IN_FLIGHT, N_QUEUED, PREFETCH, UPLOAD
 from foreload.simulator.costs import SCALE, CostModel
 from foreload.simulator.timeline import Timeline
 
 LINK, CPU, GPU = 0, 1, 2
-_KINDS = {DEMAND: "fetch", PREFETCH: "prefetch", UPLOAD: "upload"}
+_KINDS = {DEMAND: "fetch", PREFETCH: "prefetch", AHEAD: "prefetch", UPLOAD: "upload"}
 HOST_LAST = EventPriority(2)
 """Event priority of the host: after every completion of the same nanosecond."""
 

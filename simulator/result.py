@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreload.backend.policy import Counter
+from foreload.backend.policy.state import WARM
 from foreload.settings import Settings
 from foreload.simulator.clock import STALLS
 from foreload.simulator.timeline import TimelineEvent
@@ -32,8 +33,9 @@ class SimResult:
     ttft_ns: NDArray[np.int64]  # [Q] prompt until the first token is known; 0 without a recorded prompt
     time_ns: Mapping[str, int]  # decode, by kind of work or wait; sums to total_ns exactly
     prefill_time_ns: Mapping[str, int]  # the same of all prompts; sums to ttft_ns
-    counters: NDArray[np.int64]  # [2 phases, L, Counter], in experts
+    counters: NDArray[np.int64]  # [3 phases, L, Counter], in experts
     expert_bytes: int
+    warm_ns: int  # loading residents before the first request; 0 without a warm start
     sources: Mapping[str, str]  # probe -> where its figures come from, the worst
     timeline: tuple[TimelineEvent, ...] = ()
 
@@ -77,6 +79,11 @@ class SimResult:
         return self.count(Counter.HITS) + self.count(Counter.LATE) + self.count(Counter.MISSES)
 
     @property
+    def warm_experts(self) -> int:
+        """Experts loaded before the first request."""
+        return self.count(Counter.FETCHED, WARM)
+
+    @property
     def hit_rate(self) -> float:
         """Experts resident when demanded, of all demanded in decode; 0 without any."""
         return self.count(Counter.HITS) / self.demanded if self.demanded else 0.0
@@ -97,6 +104,7 @@ class SimResult:
             "tpot_ms": self.tpot_ns / 1e6,
             "tpot_parts_ms": {name: None if ns is None else ns / 1e6 for name, ns in means.items()},
             "ttft_ms": [ns / 1e6 for ns in self.ttft_ns.tolist()],
+            "warm_start": {"bytes": self.warm_experts * self.expert_bytes, "ms": self.warm_ns / 1e6},
             "hit_rate": self.hit_rate,
             "bytes_per_token": self.bytes_per_token(),
             "bytes_wasted_per_token": self.bytes_per_token(Counter.WASTED),

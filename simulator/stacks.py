@@ -11,10 +11,11 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from foreload.backend.policy.order import LFU, LRU
+from foreload.backend.policy.order import random_rank
+from foreload.backend.policy.rules import BELADY, LFU, LRU, RANDOM
 
-BELADY, RANDOM, PROMPT = 100, 101, 102
-"""Orders beside the brain's. PROMPT is what a prompt's last chunk leaves: (its tokens, -id)."""
+PROMPT = 100
+"""An order beside the brain's: what a prompt's last chunk leaves, (its tokens, -id)."""
 
 
 class History(NamedTuple):
@@ -70,19 +71,11 @@ def next_uses(
 
 
 @njit(cache=True)
-def _hash(salt: Any, step: int, expert: int) -> int:
-    """splitmix64 of all three, without its last bit."""
-    value = salt * np.uint64(0x9E3779B97F4A7C15) + np.uint64(step) * np.uint64(0xD1B54A32D192ED03) + np.uint64(expert)
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return int((value ^ (value >> np.uint64(31))) >> np.uint64(1))
-
-
-@njit(cache=True)
-def _rank(past: History, now: int, order: int, salt: Any, score: NDArray[Any], tie: NDArray[Any]) -> None:
+def _rank(past: History, now: int, order: int, where: tuple[int, int], score: NDArray[Any], tie: NDArray[Any]) -> None:
     """The order at this step as score [E], then tie [E], which never ties: the larger stays.
 
-    For `lfru` a quotient of integers below 2**26 is exact enough: different ones differ after rounding too.
+    `where` = (layer, seed) of a random order. For `lfru` a quotient of integers below 2**26 is exact enough: different
+    ones differ after rounding too.
     """
     experts = len(score)
     for expert in range(experts):
@@ -90,7 +83,7 @@ def _rank(past: History, now: int, order: int, salt: Any, score: NDArray[Any], t
         if order == BELADY:
             score[expert], tie[expert] = -past.next_use[expert], other
         elif order == RANDOM:
-            score[expert], tie[expert] = 0, _hash(salt, now, expert)
+            score[expert], tie[expert] = random_rank(now, where[0], expert, where[1]), other
         elif order == PROMPT:
             score[expert], tie[expert] = past.tokens[expert], other
         elif order == LRU:
@@ -170,12 +163,13 @@ def stack_pass(
     future: NDArray[np.int32],
     where: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_]],
     order: int,
-    salt: Any,
+    salt: tuple[int, int],
     hits: NDArray[np.int64],
 ) -> None:
     """Add to hits[C] [E + 1] the experts found with C slots and not with C - 1, from an empty cache.
 
-    ids [R, k]; future [R, k] of `next_uses` for BELADY, else empty; where = (starts, chunk, counted, fresh).
+    ids [R, k]; future [R, k] of `next_uses` for BELADY, else empty; where = (starts, chunk, counted, fresh);
+    salt = (layer, seed) of a random order.
     """
     starts, chunk, counted, fresh = where
     experts = len(hits) - 1

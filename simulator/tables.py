@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from foreload.settings import Settings
 from foreload.shape import ModelShape
-from foreload.simulator.costs import SCALE, Cost, CostModel, split_costs
+from foreload.simulator.costs import SCALE, CostModel, split_costs
 from foreload.simulator.replay import Outcomes, replay
 from foreload.simulator.workload import Request
 
@@ -32,7 +32,7 @@ def replay_grid(
 ) -> list[Outcomes]:
     """Outcomes with the same slot count in every layer, for each count of the grid."""
     shape = costs.shape
-    split = split_costs(costs, shape, settings) if settings.miss_action == "split" else None
+    split = split_costs(costs, shape, settings) if settings.needs_costs is not None else None
     chosen = slot_grid(shape) if grid is None else grid
     return [replay(requests, shape, settings, (count,) * shape.n_moe_layers, split) for count in chosen]
 
@@ -52,18 +52,13 @@ def layer_costs(
 
 def _dense_ns(costs: CostModel, settings: Settings, context: int) -> int:
     """Blocks of one layer-step without experts, mean over the layers."""
-    layers, speculated = costs.shape.n_moe_layers, len(settings.speculated(costs.shape))
-    found = [costs.plan, *(costs.cost(probe, at) for probe, at in (("attention", context), ("finish", 0)))]
+    dense = costs.dense_ns(context)
     if settings.prefetch_depth:
-        found.append(costs.predict(settings, settings.prefetch_depth))
-    routing = (layers - speculated) * _busy_ns(costs.cost("route"))
-    if speculated:
-        routing += speculated * _busy_ns(costs.cost("speculated"))
-    return sum(map(_busy_ns, found)) + routing // layers
-
-
-def _busy_ns(cost: Cost) -> int:
-    return max(cost.host_ns, cost.gpu_ns)
+        dense += costs.predict(settings, settings.prefetch_depth).busy_ns
+    if speculated := len(settings.speculated(costs.shape)):
+        change = costs.cost("speculated").busy_ns - costs.cost("route").busy_ns
+        dense += speculated * change // costs.shape.n_moe_layers
+    return dense
 
 
 def _work_table(costs: CostModel, settings: Settings) -> NDArray[np.float64]:

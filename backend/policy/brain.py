@@ -1,7 +1,7 @@
 """`Brain`: the policy state and its compiled decisions behind one small object that engine and simulator drive.
 
 A body calls, per MoE layer of a decode step: `begin` (what to do with each demanded expert), `prefetch` (per predicted
-layer), `next_copy` / `complete` as its link works, `finish`; and `end_step` per token. It owns no thread and no lock.
+layer), `next_copy` / `complete` as its link works, `finish`; and `end_step` per step. It owns no thread and no lock.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from foreload.backend.policy import copies, state, step
-from foreload.backend.policy.order import EVICTIONS, worst_kept
-from foreload.backend.policy.split import CPU, FETCH, SPLIT_BANDWIDTH, SPLIT_MAKESPAN, SplitCosts
+from foreload.backend.policy import copies, prompt, state, step
+from foreload.backend.policy.resize import resized, shed
+from foreload.backend.policy.rules import POOL_SHARED, Rules, rules_of
+from foreload.backend.policy.split import SplitCosts
+from foreload.backend.policy.utility import start_boundary
+from foreload.backend.policy.warm import warm_targets
 from foreload.errors import InternalError, SettingsError
-from foreload.settings import Settings, staging_slots, step_experts
+from foreload.settings import Settings, staging_slots
 from foreload.shape import ModelShape
 
-_ADMISSIONS = {"none": step.ADMIT_NONE, "demand": step.ADMIT_DEMAND, "background": step.ADMIT_BACKGROUND}
 _NO_COSTS = SplitCosts(0, np.zeros(1, np.int64), np.zeros(1, np.int64))
 
 
@@ -45,26 +47,38 @@ class Counter(IntEnum):
     UPLOADED = state.UPLOADED
 
 
-def miss_rule(settings: Settings) -> int:
-    """The compiled functions' number for `miss_action` and `split_rule`."""
-    if settings.miss_action == "split":
-        return SPLIT_MAKESPAN if settings.split_rule == "makespan" else SPLIT_BANDWIDTH
-    return FETCH if settings.miss_action == "fetch" else CPU
-
-
 class Brain:
     """Decisions for one engine or one simulated run."""
 
     def __init__(
-        self, shape: ModelShape, settings: Settings, capacity: tuple[int, ...], costs: SplitCosts | None = None
+        self,
+        shape: ModelShape,
+        settings: Settings,
+        capacity: tuple[int, ...],
+        costs: SplitCosts | None = None,
+        warm: NDArray[np.int64] | None = None,
+        oracle: bool = False,
     ) -> None:
-        """`capacity` [MoE layers] persistent slots; `costs` are needed by miss_action `split` alone."""
+        """`capacity` [MoE layers] persistent slots (a shared pool has their sum); `costs` are needed by some settings.
+
+        `warm` [MoE layers, experts]: how often a warm-start recording demanded each expert. With `oracle` the body
+        says what is demanded next (`foresee`), and eviction goes by that: a bound, for the simulator alone.
+        """
         self.shape = shape
-        slots = self.slots_for(shape, settings, capacity)
-        self.state = state.new_state(np.asarray(capacity, np.int32), shape.experts, slots)
+        self._warm, self._oracle = warm, oracle
         self._use(settings, costs)
+        self.state = self._fresh(np.asarray(capacity, np.int32), self.slots_for(shape, settings, capacity))
         self._experts = np.zeros(0, np.int32)
         self._action = np.zeros(0, np.int8)
+
+    def _fresh(self, capacity: NDArray[np.int32], slots: int) -> state.PolicyState:
+        utility = self.settings.utility
+        start = start_boundary(self.settings.draft.gamma)
+        up, down = (start if theta is None else theta for theta in (utility.theta_up, utility.theta_down))
+        fresh = state.new_state(capacity, self.shape.experts, slots, up, down)
+        if self._warm is not None:
+            fresh.warm[:] = self._warm
+        return fresh
 
     @staticmethod
     def slots_for(shape: ModelShape, settings: Settings, capacity: tuple[int, ...]) -> int:
@@ -72,19 +86,18 @@ class Brain:
         return sum(capacity) + staging_slots(settings, shape)
 
     @staticmethod
-    def check(settings: Settings, costs: SplitCosts | None) -> None:
-        """Raise SettingsError if the settings need costs that are not there."""
-        if settings.miss_action == "split" and costs is None:
-            raise SettingsError("miss_action 'split' needs measured costs: give a profile (foreload profile)")
+    def check(settings: Settings, costs: SplitCosts | None, warm: bool = False) -> None:
+        """Raise SettingsError if the settings need costs, or counts of a warm start, that are not there."""
+        if costs is None and settings.needs_costs is not None:
+            raise SettingsError(f"{settings.needs_costs} needs measured costs: give a profile (foreload profile)")
+        if settings.eviction == "static" and not warm:
+            raise SettingsError("eviction 'static' needs counts of a recording: give one to start from (--warm-start)")
 
     def _use(self, settings: Settings, costs: SplitCosts | None) -> None:
-        self.check(settings, costs)
+        self.check(settings, costs, self._warm is not None)
         self.settings = settings
+        self.rules: Rules = rules_of(settings, self.shape, self._oracle)
         self._costs = costs or _NO_COSTS
-        self._eviction = EVICTIONS.index(settings.eviction)
-        self._rule = miss_rule(settings)
-        self._admission = _ADMISSIONS[settings.admission]
-        self._reserve = step_experts(settings, self.shape)
 
     @property
     def slots(self) -> int:
@@ -93,18 +106,20 @@ class Brain:
 
     @property
     def counters(self) -> NDArray[np.int64]:
-        """Experts counted since the start, [2 phases (decode, prefill), MoE layers, len(Counter)]."""
+        """Experts counted since the start, [3 phases (decode, prefill, warm start), MoE layers, len(Counter)]."""
         return self.state.counters
 
     def start_request(self) -> None:
         """A new request: leftover copies are taken back (`quiesce`); `lfu` and `lfru` count uses within one request."""
         self.quiesce()
         self.state.uses[:] = 0
+        self.state.prompt[:] = -1
+        self.state.worst[:] = state.WORST_UNKNOWN
 
     def begin(self, layer: int, experts: NDArray[np.int32], counts: NDArray[np.int32]) -> NDArray[np.int8]:
         """Decide on a layer-step's whole demand: experts [n] distinct, counts [n] tokens. Returns `Action` [n]."""
         action = np.empty(len(experts), np.int8)
-        done = step.demand(self.state, layer, experts, counts, self._eviction, self._rule, self._costs, action)
+        done = step.demand(self.state, self.rules, layer, experts, counts, self._costs, action)
         if not done:
             raise InternalError(f"no staging slot left for the demand of MoE layer {layer}")
         self._experts, self._action = experts, action
@@ -112,7 +127,7 @@ class Brain:
 
     def prefetch(self, layer: int, predicted: NDArray[np.int32]) -> None:
         """Experts predicted for a later MoE `layer` of this step, best first, -1 for none; [width]."""
-        step.prefetch(self.state, layer, predicted, self._reserve)
+        step.prefetch(self.state, self.rules, layer, predicted)
 
     def next_copy(self, phase: int = state.DECODE) -> int:
         """Key (layer * experts + expert) of the copy to issue now, or -1; it then counts as in flight."""
@@ -124,20 +139,16 @@ class Brain:
 
     def finish(self, layer: int) -> None:
         """The layer-step begun last is done: every expert it waited for has been used."""
-        step.finish(
-            self.state,
-            layer,
-            self._experts,
-            self._action,
-            self._eviction,
-            self._admission,
-            self.settings.admit_per_step,
-            self._reserve,
-        )
+        step.finish(self.state, self.rules, layer, self._experts, self._action, self._costs)
 
     def end_step(self) -> None:
         """All layers of a decode step are done."""
-        self.state.scalars[state.STEP] += 1
+        step.end_step(self.state)
+
+    def foresee(self, layer: int, experts: NDArray[np.integer], following: NDArray[np.integer]) -> None:
+        """Tell an oracle in which step (`state.NEVER`: none) each of `experts` of `layer` is demanded next."""
+        self.state.next_use[layer, experts] = following
+        self.state.worst[layer] = state.WORST_UNKNOWN
 
     def in_flight(self) -> int:
         """Copies issued and not yet complete."""
@@ -158,14 +169,10 @@ class Brain:
 
     def prefill_targets(self, layer: int, counts: NDArray[np.int32], last_chunk: bool) -> NDArray[np.bool_]:
         """Experts to keep from this prompt chunk, [E]; only the last chunk changes the cache. Counts its demand."""
-        demanded = counts > 0
-        resident = self.state.status[layer] == state.KEPT
-        row = self.state.counters[state.PREFILL, layer]
-        row[state.HITS] += int((demanded & resident).sum())
-        row[state.MISSES] += int((demanded & ~resident).sum())
+        prompt.look_up(self.state, layer, counts)
         target = np.zeros(len(counts), np.bool_)
-        if last_chunk and self._admission != step.ADMIT_NONE:
-            step.prefill_targets(self.state, layer, counts, target)
+        if last_chunk:
+            prompt.prefill_targets(self.state, self.rules, layer, counts, target)
         return target
 
     def prefill_fetch(self, layer: int, expert: int) -> bool:
@@ -178,23 +185,24 @@ class Brain:
 
     def prefill_done(self, layer: int, expert: int, target: NDArray[np.bool_]) -> None:
         """A fetched expert has served its chunk."""
-        step.prefill_done(self.state, layer, expert, target, self._eviction)
+        prompt.prefill_done(self.state, self.rules, layer, expert, target)
+
+    def warm_targets(self) -> NDArray[np.bool_]:
+        """Absent experts [MoE layers, E] a warm start loads into persistent slots nobody holds.
+
+        Load each with `prefill_fetch` and `prefill_done`, with copies counted as WARM, before the first request.
+        """
+        return warm_targets(self.state, self.rules, self._warm is not None)
 
     def quiesce(self) -> None:
         """Take back what is queued, drop what has landed unkept, discard what is in flight when it arrives."""
         self.state.scalars[state.N_DEMAND_HELD] = 0
-        for layer, expert in np.argwhere(self.state.status != state.ABSENT):
-            status = self.state.status[layer, expert]
-            if status == state.QUEUED:
-                copies.cancel(self.state, layer, expert)
-            elif status == state.LANDED:
-                copies.release(self.state, layer, expert)
-            elif status == state.IN_FLIGHT:
-                self.state.purpose[layer, expert] = state.DISCARD
+        for layer, expert in np.argwhere((self.state.status != state.ABSENT) & (self.state.status != state.KEPT)):
+            copies.take_back(self.state, layer, expert)
 
     def drop_cache(self) -> None:
         """Forget all residents and all history; nothing may be queued or in flight."""
-        fresh = state.new_state(self.state.capacity, self.shape.experts, self.slots)
+        fresh = self._fresh(self.state.capacity, self.slots)
         self.state = fresh._replace(counters=self.state.counters)
 
     def reconfigure(
@@ -203,37 +211,14 @@ class Brain:
         """Take new settings between two steps; residents stay as far as the new capacity allows.
 
         Nothing may be queued or in flight (`quiesce`). Returns (from, to) slot moves the body must carry out, in order,
-        before slots at or above the new `slots` are given up. Raises SettingsError and changes nothing if `costs` lack.
+        before slots at or above the new `slots` are given up. Raises SettingsError and changes nothing if costs or
+        counts lack.
         """
         self._use(settings, costs)
-        for layer, size in enumerate(capacity):
-            while self.state.kept[layer] > size:
-                copies.release(self.state, layer, worst_kept(self.state, layer, self._eviction))
-                self.state.kept[layer] -= 1
+        wanted = np.asarray(capacity, np.int32)
+        shed(self.state, self.rules, wanted)
         slots = self.slots_for(self.shape, settings, capacity)
-        fresh = state.new_state(np.asarray(capacity, np.int32), self.shape.experts, slots)
-        kept = self.state.status == state.KEPT
-        held = set(self.state.slot[kept].tolist())
-        spare = iter([slot for slot in range(slots) if slot not in held])
-        moves = []
-        for layer, expert in np.argwhere(kept):
-            slot = int(self.state.slot[layer, expert])
-            target = slot if slot < slots else next(spare)
-            if target != slot:
-                moves.append((slot, target))
-            fresh.slot[layer, expert] = target
-        used = set(fresh.slot[kept].tolist())
-        free = [slot for slot in range(slots - 1, -1, -1) if slot not in used]
-        fresh.free[: len(free)] = free
-        fresh.status[kept] = state.KEPT
-        fresh.kept[:] = self.state.kept
-        fresh.scalars[state.N_FREE] = len(free)
-        fresh.scalars[state.N_UNFILLED] = int(fresh.capacity.sum() - fresh.kept.sum())
-        fresh.scalars[state.STEP] = self.state.scalars[state.STEP]
-        old = self.state
-        self.state = fresh._replace(
-            last_step=old.last_step, last_tokens=old.last_tokens, uses=old.uses, counters=old.counters
-        )
+        self.state, moves = resized(self.state, self.rules, wanted, slots)
         return moves
 
     def check_integrity(self) -> None:
@@ -245,8 +230,10 @@ class Brain:
             raise InternalError("slots are lost or held twice")
         if ((s.slot >= 0) != (s.status != state.ABSENT)).any():
             raise InternalError("an expert's status does not go with its slot")
-        kept = (s.status == state.KEPT).sum(axis=1)
-        if (kept != s.kept).any() or (kept > s.capacity).any():
+        ahead = (s.purpose == state.AHEAD) & np.isin(s.status, (state.QUEUED, state.IN_FLIGHT, state.LANDED))
+        kept = ((s.status == state.KEPT) | ahead).sum(axis=1)
+        over = kept.sum() > s.capacity.sum() if self.rules.pool == POOL_SHARED else (kept > s.capacity).any()
+        if (kept != s.kept).any() or over:
             raise InternalError("kept counts are wrong or exceed the capacity")
         if s.scalars[state.N_UNFILLED] != s.capacity.sum() - kept.sum():
             raise InternalError("the count of unfilled slots is wrong")
@@ -277,5 +264,6 @@ def compile_policies() -> None:
                 brain.complete(key)
             brain.finish(layer)
         brain.end_step()
+    brain.prefetch(1, np.asarray([3], np.int32))
     brain.quiesce()
-    brain.reconfigure(settings, (0, 1), costs)
+    brain.reconfigure(settings, (0, 0), costs)

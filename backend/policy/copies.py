@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from numba import njit
 
-from foreload.backend.policy.order import prefers, worst_kept
+from foreload.backend.policy.order import has_room, prefers, worst_kept
+from foreload.backend.policy.rules import Rules
 from foreload.backend.policy.state import (
     ABSENT,
+    AHEAD,
     CANCELLED,
     DECODE,
     DEMAND,
@@ -31,6 +33,7 @@ from foreload.backend.policy.state import (
     UPLOAD,
     UPLOADED,
     WASTED,
+    WORST_UNKNOWN,
     PolicyState,
 )
 
@@ -48,24 +51,50 @@ def release(state: PolicyState, layer: int, expert: int) -> None:
 
 
 @njit(cache=True)
+def _take_place(state: PolicyState, layer: int) -> None:
+    """One more persistent slot of `layer` is in use."""
+    state.kept[layer] += 1
+    state.scalars[N_UNFILLED] -= 1
+    state.worst[layer] = WORST_UNKNOWN
+
+
+@njit(cache=True)
+def give_place(state: PolicyState, layer: int) -> None:
+    """One persistent slot of `layer` less is in use."""
+    state.kept[layer] -= 1
+    state.scalars[N_UNFILLED] += 1
+    state.worst[layer] = WORST_UNKNOWN
+
+
+@njit(cache=True)
+def evict(state: PolicyState, key: int) -> None:
+    """Give up a resident."""
+    layer, expert = key // state.status.shape[1], key % state.status.shape[1]
+    release(state, layer, expert)
+    give_place(state, layer)
+
+
+@njit(cache=True)
 def _rank(state: PolicyState, layer: int, purpose: int) -> int:
     state.scalars[SEQUENCE] += 1
-    rank = purpose << 60
-    if purpose == PREFETCH:
-        rank += (state.scalars[STEP] * state.status.shape[0] + layer) << 20
-        return int(rank + (state.scalars[SEQUENCE] & 0xFFFFF))
-    return int(rank + state.scalars[SEQUENCE])
+    if purpose in (PREFETCH, AHEAD):
+        step = state.scalars[STEP] + (1 if purpose == AHEAD else 0)
+        wanted = (step * state.status.shape[0] + layer) << 20
+        return int((PREFETCH << 60) + wanted + (state.scalars[SEQUENCE] & 0xFFFFF))
+    return int((purpose << 60) + state.scalars[SEQUENCE])
 
 
 @njit(cache=True)
 def enqueue(state: PolicyState, layer: int, expert: int, purpose: int) -> bool:
-    """Queue a copy of an absent expert into a free slot; False if there is none."""
+    """Queue a copy of an absent expert into a free slot; False if there is none. AHEAD takes a persistent slot."""
     if state.scalars[N_FREE] == 0:
         return False
     state.scalars[N_FREE] -= 1
     state.slot[layer, expert] = state.free[state.scalars[N_FREE]]
     state.status[layer, expert] = QUEUED
     state.purpose[layer, expert] = purpose
+    if purpose == AHEAD:
+        _take_place(state, layer)
     at = state.scalars[N_QUEUED]
     state.queue[at] = layer * state.status.shape[1] + expert
     state.rank[at] = _rank(state, layer, purpose)
@@ -95,6 +124,8 @@ def cancel(state: PolicyState, layer: int, expert: int) -> None:
     """Take a queued copy back."""
     _unqueue(state, _position(state, layer, expert))
     release(state, layer, expert)
+    if state.purpose[layer, expert] == AHEAD:
+        give_place(state, layer)
     state.counters[DECODE, layer, CANCELLED] += 1
 
 
@@ -119,7 +150,7 @@ def next_copy(state: PolicyState, phase: int) -> int:
     state.status[layer, expert] = IN_FLIGHT
     state.scalars[N_IN_FLIGHT] += 1
     purpose = state.purpose[layer, expert]
-    counter = FETCHED if purpose == DEMAND else (PREFETCHED if purpose == PREFETCH else UPLOADED)
+    counter = FETCHED if purpose == DEMAND else (UPLOADED if purpose == UPLOAD else PREFETCHED)
     state.counters[phase, layer, counter] += 1
     return int(key)
 
@@ -137,48 +168,76 @@ def complete(state: PolicyState, key: int) -> None:
 
 @njit(cache=True)
 def keep(state: PolicyState, layer: int, expert: int, victim: int) -> None:
-    """Turn the staging slot of a landed expert into a persistent one; `victim` (-1: none) gives its slot back."""
+    """Turn the staging slot of a landed expert into a persistent one; `victim` (a key, -1: none) gives its own back."""
     if victim >= 0:
-        release(state, layer, victim)
-    else:
-        state.kept[layer] += 1
-        state.scalars[N_UNFILLED] -= 1
+        evict(state, victim)
+    _take_place(state, layer)
     state.status[layer, expert] = KEPT
 
 
 @njit(cache=True)
-def keep_or_release(state: PolicyState, layer: int, expert: int, eviction: int) -> None:
+def keep_or_release(state: PolicyState, rules: Rules, layer: int, expert: int) -> None:
     """Keep a landed expert if a slot is unfilled or the eviction order prefers it to a resident; else drop it."""
-    if state.kept[layer] < state.capacity[layer]:
+    if has_room(state, rules, layer):
         keep(state, layer, expert, -1)
         return
-    worst = worst_kept(state, layer, eviction)
-    if worst >= 0 and prefers(state, layer, expert, worst, eviction):
+    experts = state.status.shape[1]
+    worst = worst_kept(state, rules, layer)
+    if worst >= 0 and prefers(state, rules, layer, expert, worst // experts, worst % experts):
         keep(state, layer, expert, worst)
     else:
         release(state, layer, expert)
 
 
 @njit(cache=True)
-def commit_uploads(state: PolicyState, layer: int, eviction: int) -> None:
+def commit_uploads(state: PolicyState, rules: Rules, layer: int) -> None:
     """Background uploads that have landed join the residents of `layer` before its demand is looked up."""
     for expert in range(state.status.shape[1]):
         if state.status[layer, expert] == LANDED and state.purpose[layer, expert] == UPLOAD:
-            keep_or_release(state, layer, expert, eviction)
+            keep_or_release(state, rules, layer, expert)
+
+
+@njit(cache=True)
+def drop_prefetch(state: PolicyState, layer: int, expert: int) -> None:
+    """A prefetch its layer-step did not demand: cancel it, discard it on arrival, or give its slot back.
+
+    One for the next step that is in flight stays: it holds a persistent slot, which a copy cannot give back before it
+    has landed, and may be demanded in the step after.
+    """
+    status = state.status[layer, expert]
+    if status == QUEUED:
+        cancel(state, layer, expert)
+        return
+    if status == IN_FLIGHT:
+        if state.purpose[layer, expert] == PREFETCH:
+            state.counters[DECODE, layer, WASTED] += 1
+            state.purpose[layer, expert] = DISCARD
+        return
+    state.counters[DECODE, layer, WASTED] += 1
+    release(state, layer, expert)
+    if state.purpose[layer, expert] == AHEAD:
+        give_place(state, layer)
 
 
 @njit(cache=True)
 def drop_unused(state: PolicyState, layer: int) -> None:
-    """Prefetches of `layer` that its demand did not use: cancel, discard on arrival, or drop."""
+    """Drop the prefetches of `layer` that its demand did not use."""
     for expert in range(state.status.shape[1]):
         status = state.status[layer, expert]
-        if state.purpose[layer, expert] != PREFETCH or status in (ABSENT, KEPT):
-            continue
-        if status == QUEUED:
-            cancel(state, layer, expert)
-            continue
-        state.counters[DECODE, layer, WASTED] += 1
-        if status == IN_FLIGHT:
-            state.purpose[layer, expert] = DISCARD
-        else:
-            release(state, layer, expert)
+        if state.purpose[layer, expert] == PREFETCH and status != ABSENT and status != KEPT:
+            drop_prefetch(state, layer, expert)
+
+
+@njit(cache=True)
+def take_back(state: PolicyState, layer: int, expert: int) -> None:
+    """Nobody wants the expert's copy any more, wherever it is; it is no resident."""
+    status = state.status[layer, expert]
+    if status == QUEUED:
+        cancel(state, layer, expert)
+        return
+    if state.purpose[layer, expert] == AHEAD:
+        give_place(state, layer)
+    if status == IN_FLIGHT:
+        state.purpose[layer, expert] = DISCARD
+    else:
+        release(state, layer, expert)

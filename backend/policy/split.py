@@ -1,4 +1,8 @@
-"""How many of a layer-step's absent experts are fetched, the rest computed on the CPU (design: section 5, Split)."""
+"""How many of a layer-step's absent experts are fetched, the rest computed on the CPU (design: section 5, Split).
+
+Absent experts are ordered by (tokens descending, s descending, id); a rule that counts fetches the first n of them.
+All copies cost the same, so no other subset of n is better. `tau` fetches those with s >= tau.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +12,35 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-FETCH, CPU, SPLIT_MAKESPAN, SPLIT_BANDWIDTH = 0, 1, 2, 3
-"""Miss rules as compiled functions take them: `miss_action`, with `split` told apart by `split_rule`."""
+from foreload.backend.policy.rules import (
+    BALANCE,
+    CPU,
+    FETCH,
+    SPLIT_BANDWIDTH,
+    SPLIT_PER_EXPERT,
+    TAU_AUTO,
+    Rules,
+)
+from foreload.backend.policy.state import PolicyState
 
 
 class SplitCosts(NamedTuple):
-    """Contended costs of one layer-step's experts, one token each, in nanoseconds."""
+    """What a layer-step costs by measurement, contended, in nanoseconds; one token per expert unless said."""
 
     io_ns: int
     gpu_ns: NDArray[np.int64]  # [n + 1] n resident experts on the GPU
     cpu_ns: NDArray[np.int64]  # [n + 1] n experts on the CPU
+    cpu_token_ns: int = 0  # each token of a CPU expert beyond its first
+    dense_ns: int = 0  # a layer-step without its experts, and its share of drafting: the link may be idle as long
+    layer_ns: int = 0  # the same with every expert resident
+
+
+class Load(NamedTuple):
+    """What a split looks at beside the absent experts."""
+
+    resident: int
+    late: int  # demanded and under way
+    backlog_ns: int  # R: until those, and copies before them, are done
 
 
 @njit(cache=True)
@@ -31,30 +54,102 @@ def link_backlog_ns(in_flight: int, ahead: int, io_ns: int) -> int:
 
 
 @njit(cache=True)
-def makespan_ns(fetched: int, absent: int, resident: int, late: int, backlog_ns: int, costs: SplitCosts) -> int:
-    """End of the layer-step's experts: max(T_gpu(resident), R + n t_io + t_gpu(1), t_cpu(m - n))."""
-    gpu = costs.gpu_ns[min(resident, len(costs.gpu_ns) - 1)]
-    link = 0
-    if fetched + late > 0:
-        link = backlog_ns + fetched * costs.io_ns + costs.gpu_ns[min(1, len(costs.gpu_ns) - 1)]
-    cpu = costs.cpu_ns[min(absent - fetched, len(costs.cpu_ns) - 1)]
-    return int(max(gpu, link, cpu))
+def _at(table: NDArray[np.int64], count: int) -> int:
+    return int(table[min(count, len(table) - 1)])
 
 
 @njit(cache=True)
-def fetch_count(rule: int, absent: int, resident: int, late: int, backlog_ns: int, costs: SplitCosts) -> int:
-    """How many of the `absent` experts to fetch; ties go to fetching more, which also warms the cache."""
-    if rule == FETCH or absent == 0:
+def gpu_ns(fetched: int, load: Load, costs: SplitCosts) -> int:
+    """End of the GPU's part: max(T_gpu(resident), R + n t_io + t_gpu(1))."""
+    link = 0
+    if fetched + load.late > 0:
+        link = load.backlog_ns + fetched * costs.io_ns + _at(costs.gpu_ns, 1)
+    return max(_at(costs.gpu_ns, load.resident), link)
+
+
+@njit(cache=True)
+def cpu_ns(experts: int, tokens: int, costs: SplitCosts) -> int:
+    """End of the CPU's part: `experts` with `tokens` in all."""
+    return _at(costs.cpu_ns, experts) + (tokens - experts) * costs.cpu_token_ns
+
+
+@njit(cache=True)
+def objective_ns(fetched: int, left: int, left_tokens: int, load: Load, rules: Rules, costs: SplitCosts) -> int:
+    """What is to be small: the end of both parts, or (`balance`) the time between their ends."""
+    on_gpu, on_cpu = gpu_ns(fetched, load, costs), cpu_ns(left, left_tokens, costs)
+    return abs(on_gpu - on_cpu) if rules.objective == BALANCE else max(on_gpu, on_cpu)
+
+
+@njit(cache=True)
+def fetch_count(rules: Rules, tokens: NDArray[np.int32], load: Load, costs: SplitCosts) -> int:
+    """How many absent experts to fetch, of any rule but `tau`; tokens [m] in their order, largest first.
+
+    Ties go to fetching more, which also warms the cache.
+    """
+    absent = len(tokens)
+    if rules.miss == FETCH or absent == 0:
         return absent
-    if rule == CPU:
+    if rules.miss == CPU:
         return 0
-    if rule == SPLIT_BANDWIDTH:
-        cpu_ns = costs.cpu_ns[min(1, len(costs.cpu_ns) - 1)]
-        total = costs.io_ns + cpu_ns
-        return int((2 * absent * cpu_ns + total) // (2 * total))
-    best, best_ns = 0, makespan_ns(0, absent, resident, late, backlog_ns, costs)
-    for fetched in range(1, absent + 1):
-        time_ns = makespan_ns(fetched, absent, resident, late, backlog_ns, costs)
-        if time_ns <= best_ns:
+    one = _at(costs.cpu_ns, 1)
+    if rules.miss == SPLIT_BANDWIDTH:
+        total = costs.io_ns + one
+        return int((2 * absent * one + total) // (2 * total))
+    if rules.miss == SPLIT_PER_EXPERT:
+        worth = 0
+        for i in range(absent):
+            worth += tokens[i] * one >= costs.io_ns + _at(costs.gpu_ns, 1)
+        return worth
+    best, best_ns, left = 0, -1, 0
+    for i in range(absent):
+        left += tokens[i]
+    for fetched in range(absent + 1):
+        time_ns = objective_ns(fetched, absent - fetched, left, load, rules, costs)
+        if best_ns < 0 or time_ns <= best_ns:
             best, best_ns = fetched, time_ns
+        if fetched < absent:
+            left -= tokens[fetched]
     return best
+
+
+@njit(cache=True)
+def fetch_level(
+    rules: Rules, tokens: NDArray[np.int32], scores: NDArray[np.int32], load: Load, costs: SplitCosts
+) -> int:
+    """The threshold tau: experts with s >= tau are fetched, K + 1 sends all to the CPU; [m] as for `fetch_count`.
+
+    Fixed by the rules or, if they say auto, the best of 1..K+1; ties go to the lower one, which fetches more.
+    """
+    if rules.tau != TAU_AUTO:
+        return rules.tau
+    best, best_ns = 0, -1
+    for tau in range(rules.levels + 1, 0, -1):
+        fetched, left_tokens = 0, 0
+        for i in range(len(tokens)):
+            if scores[i] >= tau:
+                fetched += 1
+            else:
+                left_tokens += tokens[i]
+        time_ns = objective_ns(fetched, len(tokens) - fetched, left_tokens, load, rules, costs)
+        if best_ns < 0 or time_ns <= best_ns:
+            best, best_ns = tau, time_ns
+    return best
+
+
+@njit(cache=True)
+def in_order(
+    state: PolicyState, layer: int, experts: NDArray[np.int32], counts: NDArray[np.int32], missing: NDArray[np.int32]
+) -> None:
+    """Sort indices of absent experts in place by (tokens descending, s descending, id ascending)."""
+    for at in range(1, len(missing)):
+        i, to = missing[at], at
+        while to > 0:
+            j = missing[to - 1]
+            first = counts[j] - counts[i]
+            if first == 0:
+                first = state.score[layer, experts[j]] - state.score[layer, experts[i]]
+            if first > 0 or (first == 0 and experts[j] < experts[i]):
+                break
+            missing[to] = j
+            to -= 1
+        missing[to] = i

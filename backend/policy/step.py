@@ -6,20 +6,23 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from foreload.backend.policy.ahead import prefetch_ahead
 from foreload.backend.policy.copies import (
     cancel,
     commit_uploads,
     drop_unused,
     enqueue,
-    keep,
+    give_place,
     keep_or_release,
     promote,
     release,
 )
-from foreload.backend.policy.order import prefers, worst_kept
-from foreload.backend.policy.split import SplitCosts, fetch_count, link_backlog_ns
+from foreload.backend.policy.order import has_room, prefers, worst_kept
+from foreload.backend.policy.rules import ADMIT_BACKGROUND, ADMIT_NONE, NO_AHEAD, SPLIT_TAU, Rules
+from foreload.backend.policy.split import Load, SplitCosts, fetch_count, fetch_level, in_order, link_backlog_ns
 from foreload.backend.policy.state import (
     ABSENT,
+    AHEAD,
     DECODE,
     DEMAND,
     DISCARD,
@@ -28,6 +31,7 @@ from foreload.backend.policy.state import (
     KEPT,
     LANDED,
     LATE,
+    LAYER,
     MISSES,
     N_DEMAND_HELD,
     N_FREE,
@@ -39,73 +43,74 @@ from foreload.backend.policy.state import (
     STEP,
     UPLOAD,
     WASTED,
+    WORST_UNKNOWN,
     PolicyState,
 )
+from foreload.backend.policy.utility import update_utility
 
 ACT_HIT, ACT_LATE, ACT_FETCH, ACT_CPU = 0, 1, 2, 3
-ADMIT_NONE, ADMIT_DEMAND, ADMIT_BACKGROUND = 0, 1, 2
 
 
 @njit(cache=True)
-def demand(
+def enter(state: PolicyState, layer: int) -> None:
+    """`layer` is the computing layer from now on; orders within it and the one before may be others then."""
+    state.worst[state.scalars[LAYER]] = WORST_UNKNOWN
+    state.worst[layer] = WORST_UNKNOWN
+    state.scalars[LAYER] = layer
+
+
+@njit(cache=True)
+def _look_up(state: PolicyState, layer: int, expert: int) -> int:
+    """ACT_HIT, ACT_LATE, or ACT_FETCH for an absent expert; what is on its way becomes the demand's."""
+    status, purpose = state.status[layer, expert], state.purpose[layer, expert]
+    if status == QUEUED and purpose == UPLOAD:
+        cancel(state, layer, expert)
+        return ACT_FETCH
+    if status == ABSENT:
+        return ACT_FETCH
+    if status == KEPT:
+        return ACT_HIT
+    if purpose == AHEAD and status == LANDED:
+        state.status[layer, expert] = KEPT
+        return ACT_HIT
+    if purpose == AHEAD:
+        give_place(state, layer)
+    elif purpose == DISCARD:
+        state.counters[DECODE, layer, WASTED] -= 1
+    state.purpose[layer, expert] = DEMAND
+    state.scalars[N_DEMAND_HELD] += 1
+    return ACT_HIT if status == LANDED else ACT_LATE
+
+
+@njit(cache=True)
+def _fetch(
     state: PolicyState,
+    rules: Rules,
     layer: int,
     experts: NDArray[np.int32],
     counts: NDArray[np.int32],
-    eviction: int,
-    rule: int,
+    missing: NDArray[np.int32],
+    load: Load,
     costs: SplitCosts,
     action: NDArray[np.int8],
 ) -> bool:
-    """Look the whole demand of a layer-step up at once and decide what happens to each expert.
-
-    experts [n] distinct, counts [n] tokens each; writes action [n]. Only here do recency, counts and uses change.
-    Returns False if no staging slot was left for a fetch (an error: staging holds one token's demand).
-    """
-    commit_uploads(state, layer, eviction)
-    n = len(experts)
-    resident, late, ahead, absent = 0, 0, 0, 0
-    missing = np.empty(n, np.int32)
-    for i in range(n):
-        expert = experts[i]
-        status = state.status[layer, expert]
-        if status == QUEUED and state.purpose[layer, expert] == UPLOAD:
-            cancel(state, layer, expert)
-            status = ABSENT
-        if status in (KEPT, LANDED):
-            action[i] = ACT_HIT
-            resident += 1
-        elif status == ABSENT:
-            missing[absent] = i
-            absent += 1
-        else:
-            action[i] = ACT_LATE
-            late += 1
-            if status == QUEUED:
-                promote(state, layer, expert)
-                ahead += 1
-            elif state.purpose[layer, expert] == DISCARD:
-                state.counters[DECODE, layer, WASTED] -= 1
-        if status != KEPT and status != ABSENT:
-            state.purpose[layer, expert] = DEMAND
-            state.scalars[N_DEMAND_HELD] += 1
-        state.last_step[layer, expert] = state.scalars[STEP]
-        state.last_tokens[layer, expert] = counts[i]
-        state.uses[layer, expert] += 1
-    counters = state.counters[DECODE, layer]
-    counters[HITS] += resident
-    counters[LATE] += late
-    counters[MISSES] += absent
-    backlog = link_backlog_ns(state.scalars[N_IN_FLIGHT], ahead, costs.io_ns)
-    fetched = fetch_count(rule, absent, resident, late, backlog, costs)
-    counters[ON_CPU] += absent - fetched
-    _by_tokens(missing[:absent], experts, counts)
-    for at in range(absent):
+    """Share the absent experts out between link and CPU; False if no staging slot was left for a fetch."""
+    in_order(state, layer, experts, counts, missing)
+    tokens = counts[missing]
+    fetched, tau = 0, 0
+    if rules.miss == SPLIT_TAU:
+        scores = state.score[layer][experts[missing]]
+        tau = fetch_level(rules, tokens, scores, load, costs)
+        state.tau[layer] = tau
+    else:
+        fetched = fetch_count(rules, tokens, load, costs)
+    for at in range(len(missing)):
         i = missing[at]
-        if at >= fetched:
+        fetch = state.score[layer, experts[i]] >= tau if rules.miss == SPLIT_TAU else at < fetched
+        if not fetch:
             action[i] = ACT_CPU
+            state.counters[DECODE, layer, ON_CPU] += 1
             continue
-        action[i] = ACT_FETCH
         if not enqueue(state, layer, experts[i], DEMAND):
             return False
         state.scalars[N_DEMAND_HELD] += 1
@@ -113,17 +118,49 @@ def demand(
 
 
 @njit(cache=True)
-def _by_tokens(missing: NDArray[np.int32], experts: NDArray[np.int32], counts: NDArray[np.int32]) -> None:
-    """Sort indices of absent experts in place by (tokens descending, id ascending)."""
-    for at in range(1, len(missing)):
-        i, to = missing[at], at
-        while to > 0:
-            j = missing[to - 1]
-            if counts[j] > counts[i] or (counts[j] == counts[i] and experts[j] < experts[i]):
-                break
-            missing[to] = j
-            to -= 1
-        missing[to] = i
+def demand(
+    state: PolicyState,
+    rules: Rules,
+    layer: int,
+    experts: NDArray[np.int32],
+    counts: NDArray[np.int32],
+    costs: SplitCosts,
+    action: NDArray[np.int8],
+) -> bool:
+    """Look the whole demand of a layer-step up at once and decide what happens to each expert.
+
+    experts [n] distinct, counts [n] tokens each; writes action [n]. Only here do recency, counts and uses change.
+    Returns False if no staging slot was left for a fetch (an error: staging holds one step's demand).
+    """
+    enter(state, layer)
+    state.begun[layer] = state.scalars[STEP]
+    commit_uploads(state, rules, layer)
+    resident, late, ahead, absent = 0, 0, 0, 0
+    missing = np.empty(len(experts), np.int32)
+    for i in range(len(experts)):
+        expert = experts[i]
+        queued = state.status[layer, expert] == QUEUED
+        action[i] = _look_up(state, layer, expert)
+        if action[i] == ACT_HIT:
+            resident += 1
+        elif action[i] == ACT_FETCH:
+            missing[absent] = i
+            absent += 1
+        else:
+            late += 1
+            if queued:
+                promote(state, layer, expert)
+                ahead += 1
+        state.last_step[layer, expert] = state.scalars[STEP]
+        state.last_tokens[layer, expert] = counts[i]
+        state.uses[layer, expert] += 1
+    state.worst[layer] = WORST_UNKNOWN
+    counters = state.counters[DECODE, layer]
+    counters[HITS] += resident
+    counters[LATE] += late
+    counters[MISSES] += absent
+    load = Load(resident, late, link_backlog_ns(state.scalars[N_IN_FLIGHT], ahead, costs.io_ns))
+    return _fetch(state, rules, layer, experts, counts, missing[:absent], load, costs, action)
 
 
 @njit(cache=True)
@@ -134,7 +171,7 @@ def _room(state: PolicyState, reserve: int) -> bool:
 
 
 @njit(cache=True)
-def prefetch(state: PolicyState, layer: int, predicted: NDArray[np.int32], reserve: int) -> None:
+def prefetch(state: PolicyState, rules: Rules, layer: int, predicted: NDArray[np.int32]) -> None:
     """Queue copies of the experts predicted for `layer`, best first (-1: none); cancel what is no longer predicted."""
     for expert in range(state.status.shape[1]):
         if state.status[layer, expert] == QUEUED and state.purpose[layer, expert] == PREFETCH:
@@ -148,7 +185,7 @@ def prefetch(state: PolicyState, layer: int, predicted: NDArray[np.int32], reser
         if expert < 0:
             continue
         status = state.status[layer, expert]
-        if status == ABSENT and _room(state, reserve):
+        if status == ABSENT and _room(state, rules.reserve):
             enqueue(state, layer, expert, PREFETCH)
         elif status == IN_FLIGHT and state.purpose[layer, expert] == DISCARD:
             state.purpose[layer, expert] = PREFETCH
@@ -158,86 +195,59 @@ def prefetch(state: PolicyState, layer: int, predicted: NDArray[np.int32], reser
 @njit(cache=True)
 def finish(
     state: PolicyState,
+    rules: Rules,
     layer: int,
     experts: NDArray[np.int32],
     action: NDArray[np.int8],
-    eviction: int,
-    admission: int,
-    admit_per_step: int,
-    reserve: int,
+    costs: SplitCosts,
 ) -> None:
-    """End of a layer-step: keep or drop what it fetched, drop unused prefetches, queue background uploads."""
+    """End of a layer-step: utilities follow its demand, what it fetched is kept or dropped, and so are its unused
+    prefetches; then background uploads and prefetches for the layer's next step are queued.
+    """
     state.scalars[N_DEMAND_HELD] = 0
+    if rules.utility:
+        update_utility(state, rules, layer)
+        state.worst[layer] = WORST_UNKNOWN
+    fetched = 0
     for i in range(len(experts)):
-        expert = experts[i]
-        if action[i] != ACT_CPU and state.status[layer, expert] == LANDED:
-            if admission == ADMIT_NONE:
-                release(state, layer, expert)
+        fetched += action[i] == ACT_FETCH
+        if action[i] != ACT_CPU and state.status[layer, experts[i]] == LANDED:
+            if rules.admission == ADMIT_NONE:
+                release(state, layer, experts[i])
             else:
-                keep_or_release(state, layer, expert, eviction)
-    drop_unused(state, layer)
-    if admission == ADMIT_BACKGROUND:
-        _queue_uploads(state, layer, experts, action, eviction, admit_per_step, reserve)
+                keep_or_release(state, rules, layer, experts[i])
+    if rules.ahead == NO_AHEAD:
+        drop_unused(state, layer)
+    else:
+        prefetch_ahead(state, rules, layer, fetched, costs)
+    if rules.admission == ADMIT_BACKGROUND:
+        _queue_uploads(state, rules, layer, experts, action)
 
 
 @njit(cache=True)
 def _queue_uploads(
-    state: PolicyState,
-    layer: int,
-    experts: NDArray[np.int32],
-    action: NDArray[np.int8],
-    eviction: int,
-    limit: int,
-    reserve: int,
+    state: PolicyState, rules: Rules, layer: int, experts: NDArray[np.int32], action: NDArray[np.int8]
 ) -> None:
-    """Queue at most `limit` experts the CPU served, the most preferred first, if the cache would keep them."""
-    worst = worst_kept(state, layer, eviction)
-    for _ in range(limit):
+    """Queue at most `admit_per_step` experts the CPU served, the most preferred first, if the cache would keep them."""
+    worst, every = worst_kept(state, rules, layer), state.status.shape[1]
+    for _ in range(rules.admit_per_step):
         best = -1
         for i in range(len(experts)):
             expert = experts[i]
             candidate = action[i] == ACT_CPU and state.status[layer, expert] == ABSENT
-            if candidate and (best < 0 or prefers(state, layer, expert, best, eviction)):
+            if candidate and (best < 0 or prefers(state, rules, layer, expert, layer, best)):
                 best = expert
-        unfilled = state.kept[layer] < state.capacity[layer]
-        if best < 0 or not (unfilled or (worst >= 0 and prefers(state, layer, best, worst, eviction))):
+        if best < 0 or not _room(state, rules.reserve):
             return
-        if not _room(state, reserve):
+        above = worst >= 0 and prefers(state, rules, layer, best, worst // every, worst % every)
+        if not above and not has_room(state, rules, layer):
             return
         enqueue(state, layer, best, UPLOAD)
 
 
 @njit(cache=True)
-def prefill_targets(state: PolicyState, layer: int, counts: NDArray[np.int32], target: NDArray[np.bool_]) -> None:
-    """The experts `layer` keeps after the last prompt chunk: the most used of residents and demanded, then lower ids.
-
-    counts [E] tokens per expert in that chunk; target [E] starts False and is set for them.
-    """
-    experts = len(counts)
-    for _ in range(state.capacity[layer]):
-        best = -1
-        for expert in range(experts):
-            candidate = counts[expert] > 0 or state.status[layer, expert] == KEPT
-            if candidate and not target[expert] and (best < 0 or counts[expert] > counts[best]):
-                best = expert
-        if best < 0:
-            break
-        target[best] = True
-
-
-@njit(cache=True)
-def prefill_done(state: PolicyState, layer: int, expert: int, target: NDArray[np.bool_], eviction: int) -> None:
-    """A fetched expert has served its chunk: it replaces a resident that is no target, or gives its slot back."""
-    if not target[expert]:
-        release(state, layer, expert)
-        return
-    victim = -1
-    if state.kept[layer] == state.capacity[layer]:
-        for other in range(len(target)):
-            candidate = state.status[layer, other] == KEPT and not target[other]
-            if candidate and (victim < 0 or prefers(state, layer, victim, other, eviction)):
-                victim = other
-    if victim < 0 and state.kept[layer] == state.capacity[layer]:
-        release(state, layer, expert)
-        return
-    keep(state, layer, expert, victim)
+def end_step(state: PolicyState) -> None:
+    """All layers of a decode step are done: the first one is next."""
+    state.scalars[STEP] += 1
+    state.scalars[LAYER] = 0
+    state.worst[:] = WORST_UNKNOWN

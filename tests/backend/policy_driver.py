@@ -14,7 +14,7 @@ import numpy as np
 
 from foreload.backend.policy import Action, Brain, SplitCosts
 from foreload.backend.policy.copies import WINDOW
-from foreload.backend.policy.state import ABSENT, DECODE, KEPT, LANDED, PREFILL
+from foreload.backend.policy.state import ABSENT, DECODE, KEPT, LANDED, PREFILL, WARM
 from foreload.settings import Settings
 from foreload.shape import ModelShape
 
@@ -30,7 +30,7 @@ def make_shape(layers: int = LAYERS, experts: int = EXPERTS, top_k: int = TOP_K)
 
 
 SHAPE = make_shape()
-COSTS = SplitCosts(100, np.array([0, 10, 20], np.int64), np.array([0, 100, 200], np.int64))
+COSTS = SplitCosts(100, np.array([0, 10, 20], np.int64), np.array([0, 100, 200], np.int64), 30, 60, 150)
 
 
 def int32(values: Any) -> np.ndarray:
@@ -39,19 +39,45 @@ def int32(values: Any) -> np.ndarray:
 
 def random_settings(random: Random) -> Settings:
     """Any combination of what the brain looks at."""
-    depth = random.randrange(3)
+    predictor = random.choice(["none", "gate", "gate", "previous_step", "utility"])
+    split_rule = random.choice(["makespan", "tau", "bandwidth", "per_expert"])
+    ahead = predictor in ("previous_step", "utility")
     return Settings.parse(
         {
-            "eviction": random.choice(["lru", "lfu", "lfru"]),
-            "admission": random.choice(["demand", "background", "none"]),
+            "pool": random.choice(["layer", "shared"]),
+            "eviction": random.choice(["lru", "lfu", "lfru", "static", "utility", "random"]),
+            "admission": random.choice(["demand", "background", "demand" if ahead else "none"]),
             "admit_per_step": random.randint(1, 3),
-            "predictor": "gate" if depth else "none",
-            "prefetch_depth": depth,
+            "predictor": predictor,
+            "prefetch_depth": random.choice([1, 2]) if predictor == "gate" else 0,
             "prefetch_width": random.choice([None, 1, 3]),
             "miss_action": random.choice(["fetch", "cpu", "split"]),
-            "split_rule": random.choice(["makespan", "bandwidth"]),
+            "split_rule": split_rule,
+            "objective": random.choice(["makespan", "balance"]) if split_rule in ("makespan", "tau") else "makespan",
+            "utility": random_utility(random),
         }
     )
+
+
+def random_utility(random: Random) -> dict[str, Any]:
+    """Any utility settings."""
+    k = random.randint(1, 4)
+    return {
+        "k": k,
+        "signal": random.choice(["delta", "level"]),
+        "rate": random.choice([0.0, 0.1, 0.5, 1.0]),
+        "adapt": random.choice(["real", "floored", "off"]),
+        "theta_up": random.choice([None, 0.0, 2.0]),
+        "theta_down": random.choice([None, 0.0, 2.0]),
+        "tau": random.choice(["auto", random.randint(1, k + 1)]),
+        "reset_done": random.random() < 0.5,
+    }
+
+
+def random_warm(random: Random, shape: ModelShape = SHAPE) -> np.ndarray:
+    """Counts of some recording."""
+    counts = [[random.randint(0, 4) for _ in range(shape.experts)] for _ in range(shape.n_moe_layers)]
+    return np.asarray(counts, np.int64)
 
 
 def random_capacity(random: Random, shape: ModelShape = SHAPE) -> tuple[int, ...]:
@@ -62,9 +88,15 @@ class Driver:
     """One brain and the link that serves it; `log` holds every decision."""
 
     def __init__(
-        self, settings: Settings, capacity: tuple[int, ...], random: Random, shape: ModelShape = SHAPE
+        self,
+        settings: Settings,
+        capacity: tuple[int, ...],
+        random: Random,
+        shape: ModelShape = SHAPE,
+        costs: SplitCosts = COSTS,
     ) -> None:
-        self.brain = Brain(shape, settings, capacity, COSTS)
+        self.brain = Brain(shape, settings, capacity, costs, random_warm(random, shape))
+        self.costs = costs
         self.shape, self.random = shape, random
         self.flying: deque[int] = deque()
         self.log: list[Any] = []
@@ -146,7 +178,7 @@ class Driver:
         shape, random = self.shape, self.random
         for layer in range(shape.n_moe_layers):
             experts = sorted(random.sample(range(shape.experts), random.randint(1, shape.top_k)))
-            actions = self.begin(layer, experts)
+            actions = self.begin(layer, experts, [random.choice([1, 1, 2, 3]) for _ in experts])
             for ahead in range(1, self.brain.settings.prefetch_depth + 1):
                 if layer + ahead < shape.n_moe_layers:
                     self.predict(layer + ahead)
@@ -164,7 +196,19 @@ class Driver:
         self.brain.prefetch(layer, int32(predicted))
         self.brain.check_integrity()
 
-    # Prompts
+    # Warm start and prompts
+
+    def warm_start(self) -> set[tuple[int, int]]:
+        """Load what the brain wants before the first request; returns it as (layer, expert)."""
+        targets = np.argwhere(self.brain.warm_targets()).tolist()
+        every = np.ones(self.shape.experts, np.bool_)
+        for layer, expert in targets:
+            assert self.brain.prefill_fetch(layer, expert)
+            self.drain(WARM)
+            self.brain.prefill_done(layer, expert, every)
+            assert self.status(layer, expert) == KEPT
+            self.brain.check_integrity()
+        return {(layer, expert) for layer, expert in targets}
 
     def prompt(self, chunks: int = 2) -> None:
         """A request begins and its prompt is fed in chunks."""
@@ -200,7 +244,7 @@ class Driver:
         self.settle()
         before, contents = self.residents(), {slot: key for key, slot in self.residents().items()}
         slots = self.brain.slots
-        for source, target in self.brain.reconfigure(settings, capacity, COSTS):
+        for source, target in self.brain.reconfigure(settings, capacity, self.costs):
             assert 0 <= target < self.brain.slots <= source < slots
             contents[target] = contents[source]
         self.brain.check_integrity()
@@ -208,7 +252,11 @@ class Driver:
         assert after.keys() <= before.keys()
         assert all(contents[slot] == key for key, slot in after.items())
         kept = [sum(1 for layer, _ in before if layer == at) for at in range(self.shape.n_moe_layers)]
-        assert [len(self.kept(at)) for at in range(self.shape.n_moe_layers)] == list(map(min, kept, capacity))
+        left = [len(self.kept(at)) for at in range(self.shape.n_moe_layers)]
+        if settings.pool == "shared":
+            assert sum(left) == min(sum(kept), sum(capacity))
+        else:
+            assert left == list(map(min, kept, capacity))
         self.log.append(("reconfigure", sorted(after.items())))
 
     def residents(self) -> dict[tuple[int, int], int]:
@@ -219,7 +267,9 @@ class Driver:
     def anything(self) -> None:
         """One random thing that can happen between two steps."""
         random = self.random
-        what = random.choices(["step", "prompt", "reconfigure", "quiesce", "link", "drop"], [12, 2, 2, 1, 2, 1])[0]
+        what = random.choices(
+            ["step", "prompt", "reconfigure", "quiesce", "link", "drop", "warm"], [12, 2, 2, 1, 2, 1, 1]
+        )[0]
         if what == "step":
             self.step()
         elif what == "prompt":
@@ -230,6 +280,9 @@ class Driver:
             self.settle()
         elif what == "link":
             self.link()
+        elif what == "warm":
+            self.settle()
+            self.warm_start()
         else:
             self.settle()
             self.brain.drop_cache()

@@ -168,7 +168,7 @@ def test_drafts_in_settings_files(tmp_path: Path, name: str) -> None:
     settings = Settings.parse({"draft": {"kind": "ngram", "gamma": 8}})
     settings.save(tmp_path / name)
     assert Settings.load(tmp_path / name) == settings
-    assert settings.describe() == "draft=ngram,8"
+    assert settings.describe() == "draft.kind=ngram draft.gamma=8"
 
 
 @pytest.mark.unit

@@ -11,25 +11,31 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policy_driver import EXPERTS, LAYERS, Driver, int32
+from policy_driver import EXPERTS, LAYERS, SHAPE, Driver, int32
 
 from foreload.backend.policy import Action, Counter
-from foreload.backend.policy.order import EVICTIONS, prefers, worst_kept
-from foreload.backend.policy.state import DECODE, KEPT, LANDED, N_QUEUED, STEP, UPLOAD
+from foreload.backend.policy.order import prefers, random_rank, worst_of_layer
+from foreload.backend.policy.rules import rules_of
+from foreload.backend.policy.state import DECODE, HISTORY, KEPT, LANDED, N_QUEUED, STEP, UPLOAD, WORST_UNKNOWN
 from foreload.settings import Settings
 
 RANDOM = st.randoms(use_true_random=False)
 RUNS = settings(max_examples=60, deadline=None)
 Key = Callable[[int], tuple[Any, ...]]
+EVICTIONS = ("lru", "lfu", "lfru", "static", "utility", "random")
 
 
 class PlainCache:
     """One layer's cache as section 3 words it: after a layer-step the C largest of residents and demand stay."""
 
-    def __init__(self, capacity: int, eviction: str) -> None:
-        self.capacity, self.eviction = capacity, eviction
+    def __init__(self, capacity: int, eviction: str, layer: int, warm: Any) -> None:
+        self.capacity, self.eviction, self.layer = capacity, eviction, layer
         self.residents: set[int] = set()
-        self.last, self.tokens, self.uses = (dict.fromkeys(range(EXPERTS), start) for start in (-1, 0, 0))
+        self.last, self.tokens, self.uses, self.score = (
+            dict.fromkeys(range(EXPERTS), start) for start in (-1, 0, 0, 0)
+        )
+        self.before = dict.fromkeys(range(EXPERTS), 0)
+        self.warm = warm
         self.hits = 0
 
     def key(self, now: int) -> Key:
@@ -38,6 +44,9 @@ class PlainCache:
             "lru": lambda e: (self.last[e], self.tokens[e], -e),
             "lfu": lambda e: (self.uses[e], self.last[e], -e),
             "lfru": lambda e: (Fraction(self.uses[e], now - self.last[e] + 1), self.last[e], -e),
+            "static": lambda e: (self.warm[e], -e),
+            "utility": lambda e: (self.score[e], self.last[e], -e),
+            "random": lambda e: (random_rank(now, self.layer, e), -e),
         }
         return orders[self.eviction]
 
@@ -46,6 +55,11 @@ class PlainCache:
         for expert, tokens in demand.items():
             self.last[expert], self.tokens[expert] = now, tokens
             self.uses[expert] += 1
+        for expert in range(EXPERTS):  # signal delta, boundaries of 1/2 that do not move
+            tokens = demand.get(expert, 0)
+            rise = (tokens > self.before[expert]) - (tokens < self.before[expert])
+            self.score[expert] = min(4, max(0, self.score[expert] + rise))
+            self.before[expert] = tokens
         ordered = sorted(self.residents | demand.keys(), key=self.key(now), reverse=True)
         self.residents = set(ordered[: self.capacity])
 
@@ -60,8 +74,9 @@ def random_demand(random: Random, most: int = 2) -> dict[int, int]:
 @RUNS
 @given(random=RANDOM, capacity=st.integers(0, EXPERTS))
 def test_hits_and_residents_equal_plain_python(eviction: str, random: Random, capacity: int) -> None:
-    driver = Driver(Settings.parse({"eviction": eviction}), (capacity,) * LAYERS, random)
-    plain = [PlainCache(capacity, eviction) for _ in range(LAYERS)]
+    chosen = Settings.parse({"eviction": eviction, "utility": {"adapt": "off"}})
+    driver = Driver(chosen, (capacity,) * LAYERS, random)
+    plain = [PlainCache(capacity, eviction, at, driver.brain.state.warm[at].tolist()) for at in range(LAYERS)]
     for now in range(20):
         for layer in range(LAYERS):
             demand = random_demand(random)
@@ -78,20 +93,23 @@ def test_hits_and_residents_equal_plain_python(eviction: str, random: Random, ca
 @given(random=RANDOM)
 def test_orders_are_total_and_equal_a_sort_key(eviction: str, random: Random) -> None:
     driver = Driver(Settings(), (0,) * LAYERS, random)
-    state, plain = driver.brain.state, PlainCache(0, eviction)
+    state = driver.brain.state
+    plain = PlainCache(0, eviction, 0, state.warm[0].tolist())
     now = random.randint(0, 5)
-    state.scalars[STEP] = now
+    state.scalars[STEP] = state.begun[0] = now
     for e in range(EXPERTS):
         plain.last[e] = state.last_step[0, e] = random.randint(-1, now)
         plain.tokens[e] = state.last_tokens[0, e] = random.randint(0, 2)
-        plain.uses[e] = state.uses[0, e] = random.randint(0, 3)
-    key, number = plain.key(now), EVICTIONS.index(eviction)
+        plain.uses[e] = state.uses[0, e] = random.randint(0, 3) if plain.last[e] >= 0 else 0
+        plain.score[e] = state.score[0, e] = random.randint(0, 2)
+    key, rules = plain.key(now), rules_of(Settings.parse({"eviction": eviction}), SHAPE)
     for a in range(EXPERTS):
         for b in range(EXPERTS):
-            assert prefers(state, 0, a, b, number) == (key(a) > key(b))
+            assert prefers(state, rules, 0, a, 0, b) == (key(a) > key(b))
     held = random.sample(range(EXPERTS), random.randint(0, EXPERTS))
     state.status[0, held] = KEPT
-    assert worst_kept(state, 0, number) == (min(held, key=key) if held else -1)
+    state.worst[0] = WORST_UNKNOWN
+    assert worst_of_layer(state, rules, 0) == (min(held, key=key) if held else -1)
 
 
 @pytest.mark.unit
@@ -245,7 +263,8 @@ def test_reconfigure_keeps_what_fits(random: Random) -> None:
         driver.step()
     driver.settle()
     state = driver.brain.state
-    ranks = [sorted(driver.kept(at), key=lambda e: (-state.last_step[at, e], e)) for at in range(LAYERS)]
+    last, tokens = state.last_step, state.last_tokens
+    ranks = [sorted(driver.kept(at), key=lambda e: (-last[at, e], -tokens[at, e], e)) for at in range(LAYERS)]
     capacity = tuple(random.randint(0, EXPERTS) for _ in range(LAYERS))
     driver.reconfigure(Settings(), capacity)
     assert [driver.kept(at) for at in range(LAYERS)] == [
@@ -276,6 +295,6 @@ def test_history_survives_a_reconfiguration() -> None:
     state = driver.brain.state
     driver.reconfigure(Settings(eviction="lfu"), (1, 1, 1))
     again = driver.brain.state
-    for name in ("last_step", "last_tokens", "uses", "counters"):
+    for name in HISTORY:
         assert np.array_equal(getattr(again, name), getattr(state, name))
     assert again.scalars[STEP] == state.scalars[STEP] == 4

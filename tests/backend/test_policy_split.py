@@ -1,30 +1,26 @@
-"""How many absent experts are fetched: against a search over all counts, and against all subsets."""
+"""How many absent experts are fetched: against searches over all counts, all subsets and all thresholds."""
 
 from __future__ import annotations
 
 from itertools import combinations
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policy_driver import LAYERS, Driver, make_shape
+from policy_driver import LAYERS, SHAPE, Driver, make_shape
 
 from foreload.backend.policy import Action, Brain, Counter, SplitCosts
-from foreload.backend.policy.split import (
-    CPU,
-    FETCH,
-    SPLIT_BANDWIDTH,
-    SPLIT_MAKESPAN,
-    fetch_count,
-    link_backlog_ns,
-)
+from foreload.backend.policy.rules import Rules, rules_of
+from foreload.backend.policy.split import Load, fetch_count, fetch_level, link_backlog_ns
 from foreload.backend.policy.state import DECODE
 from foreload.settings import Settings
 
 MOST = 8
 COUNT = st.integers(0, MOST)
+TOKENS = st.lists(st.integers(1, 4), max_size=MOST).map(lambda found: sorted(found, reverse=True))
 
 
 @st.composite
@@ -32,38 +28,79 @@ def costs(draw: st.DrawFn) -> SplitCosts:
     """Any table that does not fall."""
     rise = st.lists(st.integers(0, 1000), min_size=MOST, max_size=MOST)
     tables = [np.concatenate([[0], np.cumsum(draw(rise))]).astype(np.int64) for _ in range(2)]
-    return SplitCosts(draw(st.integers(1, 2000)), *tables)
+    return SplitCosts(draw(st.integers(1, 2000)), *tables, draw(st.integers(0, 300)))
 
 
-def end_ns(fetched: int, absent: int, resident: int, late: int, backlog: int, costs: SplitCosts) -> int:
-    """max(T_gpu(resident), R + n t_io + t_gpu(1), t_cpu(m - n)); without copies there is no link term."""
-    ends = [int(costs.gpu_ns[resident]), int(costs.cpu_ns[absent - fetched])]
-    if fetched + late:
-        ends.append(backlog + fetched * costs.io_ns + int(costs.gpu_ns[1]))
-    return max(ends)
+LOADS = st.builds(Load, COUNT, COUNT, st.integers(0, 5000))
+
+
+def rules(**fields: Any) -> Rules:
+    """Rules of a split."""
+    return rules_of(Settings.parse({"miss_action": "split", **fields}), SHAPE)
+
+
+def ends_ns(fetched: list[int], left: list[int], load: Load, costs: SplitCosts) -> tuple[int, int]:
+    """Ends of the GPU's part, max(T_gpu(resident), R + n t_io + t_gpu(1)), and of the CPU's; lists of tokens."""
+    on_gpu = int(costs.gpu_ns[load.resident])
+    if len(fetched) + load.late:
+        on_gpu = max(on_gpu, load.backlog_ns + len(fetched) * costs.io_ns + int(costs.gpu_ns[1]))
+    return on_gpu, int(costs.cpu_ns[len(left)]) + sum(t - 1 for t in left) * costs.cpu_token_ns
+
+
+def objective_ns(name: str, fetched: list[int], left: list[int], load: Load, costs: SplitCosts) -> int:
+    on_gpu, on_cpu = ends_ns(fetched, left, load, costs)
+    return max(on_gpu, on_cpu) if name == "makespan" else abs(on_gpu - on_cpu)
+
+
+def int32(values: list[int]) -> np.ndarray:
+    return np.asarray(values, np.int32)
 
 
 @pytest.mark.unit
-@settings(max_examples=300, deadline=None)
-@given(costs=costs(), absent=COUNT, resident=COUNT, late=COUNT, backlog=st.integers(0, 5000))
-def test_makespan_is_the_best_of_all_counts(
-    costs: SplitCosts, absent: int, resident: int, late: int, backlog: int
-) -> None:
+@pytest.mark.parametrize("objective", ["makespan", "balance"])
+@settings(max_examples=200, deadline=None)
+@given(costs=costs(), tokens=TOKENS, load=LOADS)
+def test_the_best_of_all_counts(objective: str, costs: SplitCosts, tokens: list[int], load: Load) -> None:
     """Ties go to fetching more, which also warms the cache."""
-    found = fetch_count(SPLIT_MAKESPAN, absent, resident, late, backlog, costs)
-    best = min(range(absent + 1), key=lambda n: (end_ns(n, absent, resident, late, backlog, costs), -n))
+    found = fetch_count(rules(objective=objective), int32(tokens), load, costs)
+    best = min(range(len(tokens) + 1), key=lambda n: (objective_ns(objective, tokens[:n], tokens[n:], load, costs), -n))
     assert found == best
 
 
 @pytest.mark.unit
 @settings(max_examples=100, deadline=None)
-@given(costs=costs(), absent=st.integers(0, 5), resident=COUNT)
-def test_no_subset_is_better(costs: SplitCosts, absent: int, resident: int) -> None:
-    """All copies cost the same, so a choice of how many is a choice of which."""
-    found = fetch_count(SPLIT_MAKESPAN, absent, resident, 0, 0, costs)
-    subsets = [chosen for n in range(absent + 1) for chosen in combinations(range(absent), n)]
-    ends = [end_ns(len(chosen), absent, resident, 0, 0, costs) for chosen in subsets]
-    assert end_ns(found, absent, resident, 0, 0, costs) == min(ends)
+@given(costs=costs(), tokens=TOKENS.map(lambda t: t[:5]), load=LOADS)
+def test_no_subset_ends_earlier(costs: SplitCosts, tokens: list[int], load: Load) -> None:
+    """All copies cost the same, so the first n of the order are the best n."""
+    n = fetch_count(rules(), int32(tokens), load, costs)
+    every = range(len(tokens))
+    subsets = [set(chosen) for size in range(len(tokens) + 1) for chosen in combinations(every, size)]
+    ends = [
+        max(ends_ns([tokens[i] for i in chosen], [tokens[i] for i in every if i not in chosen], load, costs))
+        for chosen in subsets
+    ]
+    assert max(ends_ns(tokens[:n], tokens[n:], load, costs)) == min(ends)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("objective", ["makespan", "balance"])
+@settings(max_examples=200, deadline=None)
+@given(costs=costs(), load=LOADS, k=st.integers(1, 5), data=st.data())
+def test_the_best_of_all_thresholds(objective: str, costs: SplitCosts, load: Load, k: int, data: st.DataObject) -> None:
+    """tau from 1 to K + 1, which sends all to the CPU; ties go to the lower one, which fetches more."""
+    experts = data.draw(st.lists(st.tuples(st.integers(1, 4), st.integers(0, k)), max_size=MOST))
+    experts.sort(key=lambda e: (-e[0], -e[1]))
+    tokens, scores = int32([t for t, _ in experts]), int32([s for _, s in experts])
+
+    def end(tau: int) -> int:
+        fetched, left = ([t for t, s in experts if (s >= tau) == hot] for hot in (True, False))
+        return objective_ns(objective, fetched, left, load, costs)
+
+    chosen = rules(split_rule="tau", objective=objective, utility={"k": k})
+    assert fetch_level(chosen, tokens, scores, load, costs) == min(range(1, k + 2), key=lambda tau: (end(tau), tau))
+    fixed = data.draw(st.integers(1, k + 1))
+    chosen = rules(split_rule="tau", utility={"k": k, "tau": fixed})
+    assert fetch_level(chosen, tokens, scores, load, costs) == fixed
 
 
 @pytest.mark.unit
@@ -72,17 +109,27 @@ def test_no_subset_is_better(costs: SplitCosts, absent: int, resident: int) -> N
 def test_bandwidth_shares_by_rate(absent: int, io: int, cpu: int) -> None:
     """n = m B_link / (B_link + B_cpu) to the nearest whole number, rates being one expert per time."""
     table = np.arange(MOST + 1, dtype=np.int64)
-    found = fetch_count(SPLIT_BANDWIDTH, absent, 0, 0, 0, SplitCosts(io, table, cpu * table))
+    ones = np.ones(absent, np.int32)
+    found = fetch_count(rules(split_rule="bandwidth"), ones, Load(0, 0, 0), SplitCosts(io, table, cpu * table))
     assert abs(found - absent * (1 / io) / (1 / io + 1 / cpu)) <= 0.5 + 1e-9
     assert 0 <= found <= absent
 
 
 @pytest.mark.unit
+@settings(max_examples=100, deadline=None)
+@given(tokens=TOKENS, costs=costs(), load=LOADS)
+def test_per_expert_weighs_each_alone(tokens: list[int], costs: SplitCosts, load: Load) -> None:
+    """On the CPU if n t_cpu < t_io + t_gpu, whatever else the layer-step does."""
+    found = fetch_count(rules(split_rule="per_expert"), int32(tokens), load, costs)
+    assert found == sum(t * costs.cpu_ns[1] >= costs.io_ns + costs.gpu_ns[1] for t in tokens)
+
+
+@pytest.mark.unit
 @settings(max_examples=50, deadline=None)
-@given(costs=costs(), absent=COUNT)
-def test_fetch_and_cpu_take_all(costs: SplitCosts, absent: int) -> None:
-    assert fetch_count(FETCH, absent, 0, 0, 0, costs) == absent
-    assert fetch_count(CPU, absent, 0, 0, 0, costs) == 0
+@given(costs=costs(), tokens=TOKENS, load=LOADS)
+def test_fetch_and_cpu_take_all(costs: SplitCosts, tokens: list[int], load: Load) -> None:
+    assert fetch_count(rules(miss_action="fetch"), int32(tokens), load, costs) == len(tokens)
+    assert fetch_count(rules(miss_action="cpu"), int32(tokens), load, costs) == 0
 
 
 @pytest.mark.unit
@@ -116,3 +163,23 @@ def test_a_busy_link_sends_more_to_the_cpu() -> None:
     driver.issue()
     assert driver.begin(1, [0, 1]) == [Action.CPU, Action.CPU]
     assert driver.brain.counters[DECODE, :, Counter.ON_CPU].tolist() == [1, 2, 0]
+
+
+@pytest.mark.unit
+def test_equal_tokens_go_by_utility_then_id() -> None:
+    shape, table = make_shape(top_k=4), np.arange(5, dtype=np.int64)
+    brain = Brain(shape, Settings(miss_action="split"), (0,) * LAYERS, SplitCosts(100, table, 100 * table))
+    brain.state.score[0, [3, 5]] = 1
+    actions = brain.begin(0, int32([1, 3, 5, 7]), int32([1, 1, 1, 1])).tolist()
+    assert actions == [Action.CPU, Action.FETCH, Action.FETCH, Action.CPU]
+
+
+@pytest.mark.unit
+def test_tau_fetches_by_utility_alone() -> None:
+    """A cold expert with many tokens goes to the CPU, a hot one with a single token over the link."""
+    shape, table = make_shape(top_k=4), np.arange(5, dtype=np.int64)
+    chosen = Settings.parse({"miss_action": "split", "split_rule": "tau", "utility": {"tau": 2}})
+    brain = Brain(shape, chosen, (0,) * LAYERS, SplitCosts(100, table, 100 * table))
+    brain.state.score[0, [1, 3]] = [1, 2]
+    assert brain.begin(0, int32([1, 3, 5]), int32([4, 1, 9])).tolist() == [Action.CPU, Action.FETCH, Action.CPU]
+    assert brain.state.tau.tolist() == [2, 0, 0]

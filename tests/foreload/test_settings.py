@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from foreload.errors import BudgetError, FileError, SettingsError
-from foreload.settings import Settings, check_slots, slot_counts, staging_slots
+from foreload.settings import Settings, Utility, check_slots, slot_counts, staging_slots
 from foreload.shape import ModelShape
 
 pytestmark = pytest.mark.unit
@@ -18,7 +18,18 @@ pytestmark = pytest.mark.unit
 
 @st.composite
 def any_settings(draw: st.DrawFn) -> Settings:
-    depth = draw(st.integers(0, 2))
+    predictor = draw(st.sampled_from(["none", "gate", "previous_step", "utility"]))
+    k = draw(st.integers(1, 64))
+    utility = Utility(
+        k=k,
+        signal=draw(st.sampled_from(["delta", "level"])),
+        rate=draw(st.floats(0, 1)),
+        adapt=draw(st.sampled_from(["real", "floored", "off"])),
+        theta_up=draw(st.none() | st.floats(0, 9)),
+        tau=draw(st.just("auto") | st.integers(1, k + 1)),
+        reset_done=draw(st.booleans()),
+    )
+    split_rule = draw(st.sampled_from(["makespan", "tau", "bandwidth", "per_expert"]))
     cache: dict[str, Any] = draw(
         st.one_of(
             st.just({}),
@@ -28,14 +39,17 @@ def any_settings(draw: st.DrawFn) -> Settings:
     )
     return Settings(
         **cache,
-        eviction=draw(st.sampled_from(["lru", "lfu", "lfru"])),
-        admission=draw(st.sampled_from(["demand", "background", "none"])),
+        pool=draw(st.sampled_from(["layer", "shared"])),
+        eviction=draw(st.sampled_from(["lru", "lfu", "lfru", "static", "utility", "random"])),
+        admission=draw(st.sampled_from(["demand", "background"])),
         admit_per_step=draw(st.integers(1, 64)),
-        predictor="gate" if depth else "none",
-        prefetch_depth=depth,
+        predictor=predictor,
+        prefetch_depth=draw(st.integers(1, 2)) if predictor == "gate" else 0,
         prefetch_width=draw(st.none() | st.integers(1, 64)),
         miss_action=draw(st.sampled_from(["fetch", "cpu", "split"])),
-        split_rule=draw(st.sampled_from(["makespan", "bandwidth"])),
+        split_rule=split_rule,
+        objective=draw(st.sampled_from(["makespan", "balance"])) if split_rule in ("makespan", "tau") else "makespan",
+        utility=utility,
         cpu_threads=draw(st.integers(1, 256)),
         prefill_chunk_tokens=draw(st.integers(1, 4096)),
         headroom_bytes=draw(st.integers(0, 2**40)),
@@ -54,8 +68,11 @@ def test_round_trip(tmp_path: Path, chosen: Settings, suffix: str) -> None:
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        ({"slots": 4}, "unknown field 'slots': known are slots_per_layer, cache_ratio, eviction"),
-        ({"eviction": "fifo"}, "field 'eviction' is 'fifo': Input should be 'lru', 'lfu' or 'lfru'"),
+        ({"slots": 4}, "unknown field 'slots': known are slots_per_layer, cache_ratio, pool, eviction"),
+        (
+            {"eviction": "fifo"},
+            "field 'eviction' is 'fifo': Input should be 'lru', 'lfu', 'lfru', 'static', 'utility' or 'random'",
+        ),
         ({"cache_ratio": 1.5}, "field 'cache_ratio' is 1.5: Input should be less than or equal to 1"),
         ({"cache_ratio": float("nan")}, "field 'cache_ratio' is nan"),
         ({"cache_ratio": "much"}, "field 'cache_ratio' is 'much'"),
@@ -65,6 +82,17 @@ def test_round_trip(tmp_path: Path, chosen: Settings, suffix: str) -> None:
         ({"predictor": "gate"}, "prefetch_depth 0 does not go with predictor 'gate'"),
         ({"prefetch_depth": 5, "predictor": "gate"}, "field 'prefetch_depth' is 5"),
         ({"eviction": "fifo", "miss_action": "wait"}, "(and 1 more)"),
+        ({"pool": "own"}, "field 'pool' is 'own': Input should be 'layer' or 'shared'"),
+        ({"utility": {"levels": 4}}, "unknown field 'utility.levels': known are k, signal, rate, adapt"),
+        ({"utility": {"k": 0}}, "field 'utility.k' is 0: Input should be greater than or equal to 1"),
+        ({"utility": {"k": 65}}, "field 'utility.k' is 65: Input should be less than or equal to 64"),
+        ({"utility": {"tau": 6}}, "field 'utility': tau 6 is above k + 1: with k 4, 'auto' or 1 to 5 is accepted"),
+        ({"utility": {"tau": 0}}, "field 'utility.tau': tau is 0: 'auto' or a whole number from 1 to k + 1"),
+        ({"utility": {"tau": "high"}}, "field 'utility.tau': tau is 'high': 'auto' or a whole number"),
+        ({"utility": {"rate": 2}}, "field 'utility.rate' is 2: Input should be less than or equal to 1"),
+        ({"predictor": "utility", "prefetch_depth": 1}, "prefetch_depth 1 does not go with predictor 'utility', which"),
+        ({"predictor": "previous_step", "admission": "none"}, "predictor 'previous_step' needs an admission that"),
+        ({"split_rule": "bandwidth", "objective": "balance"}, "objective 'balance' goes with split_rule 'makespan' or"),
     ],
 )
 def test_refusals_name_the_field(value: dict[str, Any], expected: str) -> None:
@@ -91,6 +119,11 @@ def test_wrong_files(tmp_path: Path, name: str, content: str | bytes, expected: 
     with pytest.raises(FileError) as caught:
         Settings.load(path)
     assert expected in str(caught.value)
+
+
+def test_describe_names_nested_fields_in_full() -> None:
+    chosen = Settings(eviction="utility", utility=Utility(k=5, signal="level"))
+    assert chosen.describe() == "eviction=utility utility.k=5 utility.signal=level"
 
 
 def test_missing_file(tmp_path: Path) -> None:

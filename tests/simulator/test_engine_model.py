@@ -213,14 +213,14 @@ PINNED = {
     "background on cpu": (53708442, 9351000),
     "split on cpu": (57456178, 9194000),
     "bandwidth on cpu": (46736822, 9379000),
-    "fixed on cpu": (111686400, 18077000),
+    "fixed on cpu": (92750400, 14650000),
     "default on cuda": (67057000, 9269000),
     "depth 2 on cuda": (63642600, 9269000),
     "cpu on cuda": (38056465, 9464000),
     "background on cuda": (54719860, 9351000),
     "split on cuda": (52486166, 9242000),
     "bandwidth on cuda": (42831131, 9379000),
-    "fixed on cuda": (105267600, 18077000),
+    "fixed on cuda": (87771600, 14650000),
 }
 
 
