@@ -45,7 +45,7 @@ def create_app(engine: Engine, options: ServerOptions) -> FastAPI:
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unexpected)
     app.add_middleware(Guard, options=options)
-    describe(app)
+    describe(app, context.model)
     return app
 
 

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from foreload.backend.server.errors import ErrorBody
+from foreload.backend.server.wire import ChatRequest, CompletionRequest
 
 REF = "#/components/schemas/{model}"
 _bodies: dict[str, type[BaseModel]] = {}
@@ -59,14 +60,17 @@ def answers(
     return found
 
 
-def describe(app: FastAPI) -> None:
-    """Let `app` describe itself with the schemas of the bodies that its routes read."""
+def describe(app: FastAPI, model: str) -> None:
+    """Let `app` describe itself with the schemas of the bodies that its routes read, and the one `model` it serves."""
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
             made = get_openapi(title=app.title, version=app.version, routes=app.routes)
             _, bodies = models_json_schema([(model, "validation") for model in _bodies.values()], ref_template=REF)
-            made.setdefault("components", {}).setdefault("schemas", {}).update(bodies.get("$defs", {}))
+            schemas = made.setdefault("components", {}).setdefault("schemas", {})
+            schemas.update(bodies.get("$defs", {}))
+            for asked in (CompletionRequest, ChatRequest):
+                schemas[asked.__name__]["properties"]["model"] = {"type": "string", "enum": [model]}
             app.openapi_schema = made
         return app.openapi_schema
 
