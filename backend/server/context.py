@@ -14,6 +14,8 @@ from foreload.backend.server.options import ServerOptions
 from foreload.backend.server.recording import LiveRecording
 from foreload.backend.server.statistics import Statistics
 
+READERS = 2  # prompts made into tokens at a time, which takes a hundred times the memory of their text
+
 
 @dataclass
 class Context:
@@ -27,6 +29,7 @@ class Context:
     desk: Desk
     pushing: asyncio.Lock = field(default_factory=asyncio.Lock)  # one change of settings at a time
     pushes_waiting: int = 0
+    reading: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(READERS))
 
     @classmethod
     def of(cls, engine: Engine, options: ServerOptions) -> Context:

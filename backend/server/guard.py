@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 from starlette.responses import JSONResponse
@@ -12,6 +14,7 @@ from foreload.backend.server.errors import refusal
 from foreload.backend.server.options import ServerOptions, is_loopback
 
 OPEN_PATHS = ("/health",)
+DISCARDED_BODIES = 4  # so much of a refused body is read, in largest bodies
 
 
 class Guard:
@@ -31,6 +34,7 @@ class Guard:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         refused = self._foreign(headers) or self._unknown(scope, headers) or self._large(headers)
         if refused is not None:
+            await discard(receive, self._options)
             return await refused(scope, receive, send)
         await self._app(scope, receive, send)
 
@@ -62,6 +66,18 @@ class Guard:
     def _large(self, headers: dict[str, str]) -> ASGIApp | None:
         length = headers.get("content-length", "0")
         return None if length.isdecimal() and int(length) <= self._options.body_bytes else too_large(self._options)
+
+
+async def discard(receive: Receive, options: ServerOptions) -> None:
+    """Take the body of a refused request, within limits: a client that still sends would not read the answer."""
+    left = DISCARDED_BODIES * options.body_bytes
+    with suppress(TimeoutError):
+        async with asyncio.timeout(options.client_seconds):
+            while left > 0:
+                message = await receive()
+                left -= len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
 
 
 def changes(scope: Scope) -> bool:

@@ -47,7 +47,8 @@ async def completions(request: Request) -> Response:
     context = context_of(request)
     asked = parse(CompletionRequest, await read_body(request, context.options), 400)
     _check_model(context, asked)
-    ask = await run_in_threadpool(_completion, context, asked)
+    async with context.reading:
+        ask = await run_in_threadpool(_completion, context, asked)
     return await _answer(request, context, asked, ask, CompletionFormat)
 
 
@@ -57,7 +58,8 @@ async def chat_completions(request: Request) -> Response:
     context = context_of(request)
     asked = parse(ChatRequest, await read_body(request, context.options), 400)
     _check_model(context, asked)
-    ask = await run_in_threadpool(_chat, context, asked)
+    async with context.reading:
+        ask = await run_in_threadpool(_chat, context, asked)
     return await _answer(request, context, asked, ask, ChatFormat)
 
 

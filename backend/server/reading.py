@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from foreload.backend.server.errors import Refused, refusal
-from foreload.backend.server.guard import too_large
+from foreload.backend.server.guard import DISCARDED_BODIES, discard, too_large
 from foreload.backend.server.options import ServerOptions
 from foreload.files import explain
 
@@ -20,18 +20,23 @@ async def read_body(request: Request, options: ServerOptions) -> bytes:
     """The whole body of a JSON request; Refused if it is no JSON by its type, too large, too slow, or cut off."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
+        await discard(request.receive, options)
         raise Refused(refusal(415, f"content type {kind!r} is not understood: send application/json", "not_json"))
-    body = bytearray()
+    body, size = bytearray(), 0
     try:
         async with asyncio.timeout(options.client_seconds):
             async for part in request.stream():
-                body += part
-                if len(body) > options.body_bytes:
-                    raise Refused(too_large(options))
+                size += len(part)
+                if size <= options.body_bytes:
+                    body += part
+                elif size > DISCARDED_BODIES * options.body_bytes:
+                    break
     except TimeoutError as error:
         raise Refused(refusal(408, "the request did not arrive in time", "timeout", Connection="close")) from error
     except ClientDisconnect as error:
         raise Refused(refusal(400, "the request was cut off", "cut_off")) from error
+    if size > options.body_bytes:
+        raise Refused(too_large(options))
     return bytes(body)
 
 

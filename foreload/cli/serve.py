@@ -9,18 +9,23 @@ from typing import Annotated
 import typer
 
 from foreload.cli.engine_options import (
+    CalibrationFlag,
     ContextFlag,
     DeviceFlag,
+    DraftFlag,
     DtypeFlag,
     EagerFlag,
+    GammaFlag,
     LinkFlag,
     ModelArg,
     ProfileFlag,
     SettingsFlag,
+    ShadowFlag,
     VramFlag,
     engine_options,
     load_settings,
     open_engine,
+    with_draft,
 )
 from foreload.cli.output import JsonFlag, Output
 from foreload.errors import ForeloadError, UsageError
@@ -46,6 +51,8 @@ def serve(
         Path | None, typer.Option("--records", metavar="FOLDER", help="Where recordings of live traffic may go.")
     ] = None,
     settings: SettingsFlag = None,
+    draft: DraftFlag = None,
+    gamma: GammaFlag = None,
     profile: ProfileFlag = None,
     device: DeviceFlag = "auto",
     dtype: DtypeFlag = None,
@@ -53,6 +60,8 @@ def serve(
     link: LinkFlag = None,
     context: ContextFlag = 2048,
     eager: EagerFlag = False,
+    calibration: CalibrationFlag = None,
+    shadow: ShadowFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Serve a model over HTTP, with live statistics and settings.
@@ -78,8 +87,9 @@ def serve(
         drain_seconds=drain_seconds,
         record_folder=records,
     )
-    chosen = engine_options(device, dtype, vram, link, context, eager=eager)
-    with listening(options) as bound, open_engine(model, chosen, load_settings(settings), profile, output) as engine:
+    chosen = engine_options(device, dtype, vram, link, context, calibration, shadow, eager)
+    wanted = with_draft(load_settings(settings), draft, gamma)
+    with listening(options) as bound, open_engine(model, chosen, wanted, profile, output) as engine:
         name = engine.checkpoint.name
 
         def started(url: str) -> None:

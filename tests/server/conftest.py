@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from http_client import Client
+from processes import Serve, start_process
 from running_server import CONTEXT, Running
 
 from foreload.backend.engine import Engine, EngineOptions
@@ -56,3 +58,20 @@ def running(start: Callable[..., Running]) -> Running:
 def ask(running: Running) -> Client:
     """A client of it."""
     return running.client()
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Servers in processes of their own, killed at the end if they still run."""
+    made: list[subprocess.Popen[str]] = []
+
+    def begin(*flags: Any) -> tuple[subprocess.Popen[str], Client, str]:
+        started = start_process(*flags)
+        made.append(started[0])
+        return started
+
+    yield begin
+    for process in made:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()

@@ -106,9 +106,10 @@ def test_bodies_are_limited(start: Start) -> None:
     large = {**COMPLETE, "prompt": "x" * 2000}
     assert ask("POST", "/v1/completions", large).status == 413
     assert ask("POST", "/v1/completions", COMPLETE, Content_Type="text/plain").status == 415
+    assert ask("POST", "/v1/completions", b"x" * 7000, Content_Type="text/plain").status == 413
     chunk = b"400\r\n" + b"x" * 1024 + b"\r\n"
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    with ask.raw(head + b"Transfer-Encoding: chunked\r\n\r\n" + 4 * chunk) as connection:
+    with ask.raw(head + b"Transfer-Encoding: chunked\r\n\r\n" + 4 * chunk + b"0\r\n\r\n") as connection:
         assert read_all(connection).startswith(b"HTTP/1.1 413 ")
     with ask.raw(head + b"Content-Length: 100\r\n\r\n{") as connection:
         assert read_all(connection).startswith(b"HTTP/1.1 408 ")

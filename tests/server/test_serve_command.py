@@ -5,45 +5,20 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from http_client import Client, Reply, until
+from processes import Serve
 
 from foreload.cli import main
 from foreload.settings import Settings
 from foreload.traces.io import partial_folder, read_trace, recover
 
 pytestmark = pytest.mark.integration
-
-COMMAND = "import sys; from foreload.cli import main; sys.exit(main())"
-Serve = Callable[..., tuple[subprocess.Popen[str], Client, str]]
-
-
-@pytest.fixture
-def serve() -> Iterator[Serve]:
-    """`foreload serve mini` in a process of its own, with flags; (process, client, URL)."""
-    made: list[subprocess.Popen[str]] = []
-
-    def begin(*flags: Any) -> tuple[subprocess.Popen[str], Client, str]:
-        args = ["-c", COMMAND, "serve", "mini", "--port", "0", "--json", "--context", "512", *map(str, flags)]
-        process = subprocess.Popen(
-            [sys.executable, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8"
-        )
-        made.append(process)
-        assert process.stdout is not None
-        url = json.loads(process.stdout.readline())["url"]
-        return process, Client(int(url.rpartition(":")[2]), {}), url
-
-    yield begin
-    for process in made:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
 
 
 def in_background(call: Callable[[], Reply]) -> tuple[threading.Thread, list[Reply]]:
