@@ -66,6 +66,7 @@ class Desk:
                 raise Busy(f"{what}: no more are accepted", 429, self._statistics.expected_seconds(position))
             while job.id in self._open:
                 job.id += "'"
+            job.position = position
             self._waiting.append(job)
             self._open.add(job.id)
             self._changed.notify()
@@ -144,7 +145,9 @@ class Desk:
     def _tell_positions(self) -> None:
         ahead = int(self._running is not None)
         for position, job in enumerate(self._waiting, ahead):
-            job.deliver(Waiting(position))
+            if position != job.position:
+                job.position = position
+                job.deliver(Waiting(position))
 
     def _run(self, job: Job) -> Ended | Failed:
         try:

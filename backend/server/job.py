@@ -84,6 +84,7 @@ class Job:
     id: str = field(default_factory=lambda: uuid4().hex)
     arrived: float = field(default_factory=time.monotonic)
     cancelled: threading.Event = field(default_factory=threading.Event)
+    position: int = 0  # requests that go first, as last told
 
     @property
     def late(self) -> bool:
