@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from foreload.backend.applied import Applied, Watch
+from foreload.backend.experts.blocks import BlockCodec
 from foreload.backend.experts.check import check_placement
 from foreload.backend.experts.cpu import make_cpu_experts
 from foreload.backend.experts.link import CudaLink, HostLink, Link
@@ -42,7 +43,8 @@ from foreload.backend.speculate.drafts import Drafts
 from foreload.backend.turns import Turns
 from foreload.backend.warm import warm_start
 from foreload.budget import slot_budget
-from foreload.errors import UsageError
+from foreload.errors import SettingsError, UsageError
+from foreload.formats import block_layout, layer_bytes, layer_formats, slot_bytes
 from foreload.settings import Settings, check_slots
 from foreload.units import format_bytes
 
@@ -108,7 +110,9 @@ class Engine:
         self.dtype_name = options.resolved_dtype
         self.device = torch.device(options.device)
         dtype = getattr(torch, self.dtype_name)
-        self.expert_bytes = self.shape.expert_bytes(self.dtype_name)
+        self.formats = layer_formats(settings.expert_format, self.shape, self.dtype_name)
+        self.layer_bytes = layer_bytes(self.formats, self.shape)
+        self.expert_bytes = slot_bytes(self.formats, self.shape)
         self._vram_bytes = self._available_bytes()
         self.slot_limit = self._slot_limit(settings)
         self.capacity = check_slots(settings, self.shape, self.slot_limit, self.expert_bytes)
@@ -124,9 +128,11 @@ class Engine:
         self.brain = Brain(self.shape, settings, self.capacity, self._split_costs(settings), warm)
         decoder = Decoder(checkpoint, self.device, dtype, options.context_tokens)
         self._predictors = workshop.open(decoder)
-        self.pool = SlotPool(self.shape, self.device, dtype)
+        codecs = [BlockCodec(block_layout(format, self.shape), self.shape, dtype) for format in self.formats]
+        self.pool = SlotPool(codecs, self.expert_bytes, self.device)
         self.pool.grow(self.brain.slots)
-        self.slab = HostSlab(checkpoint, dtype, options.device == "cuda", progress)  # last: it takes the longest
+        pinned = options.device == "cuda"
+        self.slab = HostSlab(checkpoint, dtype, pinned, progress, self.formats)  # last: it takes the longest
         check_placement(checkpoint, self.slab, self.pool, decoder, self.device)
         self.cpu = make_cpu_experts(self.slab, self._workers(settings))
         self.copies, self.forward, self.path = self._open_forward(decoder)
@@ -160,7 +166,7 @@ class Engine:
         if self.options.device == "cuda":
             from foreload.backend.cuda.open import missing, open_fast
 
-            why = "asked for" if self.options.eager else missing() or ""
+            why = "asked for" if self.options.eager else missing(self.slab.layouts, self.shape) or ""
             if not why:
                 fast = open_fast(decoder, self.brain, self.slab, self.pool, self.cpu, self.options.debug_seed)
                 return *fast, "graphs"
@@ -213,6 +219,7 @@ class Engine:
         settings then stay in force.
         """
         Drafts.check(settings, self.options.context_tokens)
+        self._check_format(settings)
         watch = Watch(self)
         with self._turns.guest():
             settings.speculated(self.shape)
@@ -239,6 +246,13 @@ class Engine:
             if settings.admission == "none":  # nothing else would ever fill the new slots
                 warm_start(self.copies, self.expert_bytes)
             return watch.end(len(moves))
+
+    def _check_format(self, settings: Settings) -> None:
+        if layer_formats(settings.expert_format, self.shape, self.dtype_name) != self.formats:
+            raise SettingsError(
+                f"expert_format {settings.expert_format!r} needs reload: the experts are loaded as "
+                f"{', '.join(sorted(set(self.formats)))}"
+            )
 
     def reset_cache(self) -> None:
         """Forget residents and history, as after loading: a warm start is done again."""
@@ -377,7 +391,7 @@ class Engine:
     @property
     def slab_bytes(self) -> int:
         """Bytes of the host slab."""
-        return self.slab.blocks.numel() * self.slab.blocks.element_size()
+        return self.slab.blocks.numel()
 
     def close(self) -> None:
         """Stop threads and release memory."""

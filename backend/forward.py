@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreload.backend.experts.batch import Batch
+from foreload.backend.experts.blocks import run_expert
 from foreload.backend.experts.cpu import CpuExperts
 from foreload.backend.experts.link import Order
 from foreload.backend.experts.pool import SlotPool
-from foreload.backend.experts.slab import HostSlab, run_expert
+from foreload.backend.experts.slab import HostSlab
 from foreload.backend.experts.transfer import Copies
 from foreload.backend.models.decoder import Decoder
 from foreload.backend.observe import Marks, NoMarks, Observer, RouteLog
@@ -201,7 +202,7 @@ class Forward:
     def _run_slot(self, at: int, expert: int, batch: Batch, i: int) -> int:
         """Run a resident expert, the i-th of the batch; returns its slot."""
         slot = self._brain.slot(at, expert)
-        batch.store(i, run_expert(batch.input(i), *self._pool.views(slot)))
+        batch.store(i, run_expert(batch.input(i), *self._pool.views(slot, at)))
         return slot
 
     def _poison_free(self) -> None:

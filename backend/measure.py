@@ -9,6 +9,7 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
+from foreload.backend.copied import copied_bytes
 from foreload.backend.engine import Engine
 from foreload.backend.policy import Counter
 from foreload.backend.policy.state import DECODE
@@ -54,10 +55,9 @@ class Measured:
         demanded = self.count(Counter.HITS) + self.count(Counter.LATE) + self.count(Counter.MISSES)
         return self.count(Counter.HITS) / demanded if demanded else 0.0
 
-    def bytes_per_token(self, expert_bytes: int) -> float:
-        """Bytes copied to the device per decode token."""
-        copied = self.count(Counter.FETCHED) + self.count(Counter.PREFETCHED) + self.count(Counter.UPLOADED)
-        return copied * expert_bytes / self.tokens
+    def bytes_per_token(self, layer_bytes: Sequence[int]) -> float:
+        """Bytes copied to the device per decode token; layer_bytes [MoE layers] of one expert each."""
+        return copied_bytes(self.counters[DECODE], layer_bytes) / self.tokens
 
 
 def recorded_requests(trace: Trace, engine: Engine, numbers: Sequence[int]) -> list[Request]:

@@ -58,7 +58,7 @@ def _spans(
         if copy.issued_ns >= zero:
             kind = {DEMAND: "fetch", PREFETCH: "prefetch", AHEAD: "prefetch"}.get(copy.purpose, "upload")
             layer, expert = divmod(copy.key, engine.shape.experts)
-            yield span("link", kind, layer, expert, copy.issued_ns, copy.landed_ns, engine.expert_bytes)
+            yield span("link", kind, layer, expert, copy.issued_ns, copy.landed_ns, engine.layer_bytes[layer])
     for layer, _, begun, done in cpu:
         yield span("cpu", "experts_cpu", layer, -1, begun, done)
 

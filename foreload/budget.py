@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from foreload.errors import BudgetError
+from foreload.formats import layer_formats, slot_bytes
 from foreload.settings import Settings, staging_slots
 from foreload.shape import BYTES_PER_WEIGHT, ModelShape
 from foreload.units import format_bytes
@@ -44,7 +45,8 @@ def slot_budget(
     Raises BudgetError with the shortfall if they cannot even hold the staging of `settings` (default: the defaults).
     """
     chosen = settings or Settings()
-    size, staging = shape.expert_bytes(dtype), staging_slots(chosen, shape)
+    size = slot_bytes(layer_formats(chosen.expert_format, shape, dtype), shape)
+    staging = staging_slots(chosen, shape)
     fixed = fixed_bytes(shape, dtype, context_tokens) + chosen.headroom_bytes + predictor_bytes(shape, dtype, chosen)
     slots = (vram_bytes - fixed) // size
     if slots < staging:

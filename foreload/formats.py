@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
+from foreload.errors import SettingsError
 from foreload.shape import ModelShape
 
 PackedFormat = Literal["fp32", "bf16", "int8", "fp8", "mxfp4"]
@@ -23,6 +24,9 @@ FORMATS: tuple[PackedFormat, ...] = ("fp32", "bf16", "int8", "fp8", "mxfp4")
 FORMAT_OF_DTYPE: dict[str, PackedFormat] = {"float32": "fp32", "bfloat16": "bf16"}
 MX_BLOCK = 32
 ALIGNMENT = 64
+
+ExpertFormat = Literal["bf16", "fp8", "int8", "mxfp4"]
+"""What `Settings.expert_format` may choose; without a choice experts stay as the checkpoint has them."""
 
 
 @dataclass(frozen=True)
@@ -77,3 +81,30 @@ def block_layout(format: PackedFormat, shape: ModelShape) -> BlockLayout:
     end = at if plain else _aligned(at)
     gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_bias = offsets
     return BlockLayout(format, hidden, width, gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_bias, end)
+
+
+def layer_formats(
+    chosen: ExpertFormat | tuple[ExpertFormat, ...] | None, shape: ModelShape, dtype: str
+) -> tuple[PackedFormat, ...]:
+    """The format of each MoE layer under a choice of `Settings.expert_format`; `dtype` is what the model runs in.
+
+    SettingsError for a list that is not one format per MoE layer.
+    """
+    layers = shape.n_moe_layers
+    if isinstance(chosen, tuple):
+        if len(chosen) != layers:
+            raise SettingsError(f"expert_format has {len(chosen)} entries: the model has {layers} MoE layers")
+        return chosen
+    own: PackedFormat = "mxfp4" if shape.stored_experts == "mxfp4" else FORMAT_OF_DTYPE[dtype]
+    return (chosen or own,) * layers
+
+
+def layer_bytes(formats: tuple[PackedFormat, ...], shape: ModelShape) -> tuple[int, ...]:
+    """Bytes of one expert of each MoE layer."""
+    return tuple(block_layout(format, shape).bytes for format in formats)
+
+
+def slot_bytes(formats: tuple[PackedFormat, ...], shape: ModelShape) -> int:
+    """Bytes of a device slot: any slot can hold an expert of any layer, so it is as large as the largest."""
+    most = max(layer_bytes(formats, shape))
+    return most if len(set(formats)) == 1 else _aligned(most)

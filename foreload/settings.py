@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from foreload.errors import BudgetError, SettingsError
 from foreload.files import explain, read_mapping, write_text
+from foreload.formats import ExpertFormat
 from foreload.shape import ModelShape
 from foreload.units import format_bytes
 
@@ -104,6 +105,7 @@ class Settings(BaseModel):
     utility: Utility = Utility()
     cpu_threads: Annotated[int, Field(ge=1, le=256)] = 1
     draft: Draft = Draft()
+    expert_format: ExpertFormat | tuple[ExpertFormat, ...] | None = None
     prefill_chunk_tokens: Annotated[int, Field(ge=1)] = 256
     headroom_bytes: Annotated[int, Field(ge=0)] = 0
 

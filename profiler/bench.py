@@ -55,6 +55,7 @@ class Bench:
     def stage(self, miss_action: str, threads: int = 1) -> Stage:
         """Fill every layer's cache with the same experts and fix it; misses then take `miss_action`."""
         base = {"slots_per_layer": (self._resident,) * self.shape.n_moe_layers, "cpu_threads": threads}
+        base["expert_format"] = self._settings.expert_format
         self.engine.apply(Settings.parse({**base, "miss_action": "fetch"}))
         resident = list(range(self._resident))
         for layer in range(self.shape.n_moe_layers):

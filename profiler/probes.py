@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foreload.backend.experts.slab import run_expert
+from foreload.backend.experts.blocks import run_expert
+from foreload.backend.experts.cpu import make_cpu_experts
 from foreload.backend.predict import CALIBRATED, PREDICTORS, Predictor
 from foreload.machine import cores
 from foreload.profiler.bench import Bench, Spans, Stage
@@ -76,7 +77,7 @@ def _block(bench: Bench, kind: str, at: int) -> Callable[[int], object]:
 
     def experts(i: int) -> None:
         for n in range(at):
-            out[n].copy_(run_expert(x, *pool.views((i * at + n) % len(pool)))[0])
+            out[n].copy_(run_expert(x, *pool.views((i * at + n) % len(pool), i % layers))[0])
         decoder.shared(i % layers, x)
 
     blocks: dict[str, Callable[[int], object]] = {
@@ -276,23 +277,24 @@ def _one_copy(bench: Bench, size_bytes: int, pinned: bool, repeats: int) -> Meas
 
 
 def _cpu_expert(bench: Bench, x: Tensor, repeats: int) -> Measurement:
-    """One expert of the slab on x [tokens, hidden], on one thread as in `CpuExperts`."""
-    slab, layers, experts = bench.engine.slab, bench.shape.n_moe_layers, bench.shape.experts
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    """One expert of the slab on x [tokens, hidden], on one thread of `CpuExperts`."""
+    layers, experts = bench.shape.n_moe_layers, bench.shape.experts
+    cpu, rows = make_cpu_experts(bench.engine.slab, 1), [np.arange(len(x))]
+
+    def one(i: int) -> None:
+        cpu.submit(i // experts % layers, [i % experts], x, rows)
+        cpu.join()
+
     try:
-        samples = host_samples(
-            lambda i: run_expert(x, *slab.views(i // experts % layers, i % experts)), repeats, x.device
-        )
+        return summarise("cpu_expert", host_samples(one, repeats, x.device), tokens=len(x))
     finally:
-        torch.set_num_threads(threads)
-    return summarise("cpu_expert", samples, tokens=len(x))
+        cpu.close()
 
 
 def prefill(bench: Bench, effort: Effort) -> Iterator[Measurement]:
     """One layer of a prompt chunk without its experts, and one expert on part of a chunk, on the device and the CPU."""
     decoder, device, layers = bench.decoder, bench.engine.device, bench.shape.n_moe_layers
-    views = [bench.engine.pool.views(slot) for slot in range(len(bench.engine.pool))]
+    pool = bench.engine.pool
     for tokens in effort.chunks:
         if tokens > decoder.context_tokens:
             continue
@@ -307,7 +309,7 @@ def prefill(bench: Bench, effort: Effort) -> Iterator[Measurement]:
 
         def expert(i: int, x: Tensor = x) -> None:
             rows = torch.arange(x.shape[0], device=device)
-            x[rows] = run_expert(x[rows], *views[i % len(views)])
+            x[rows] = run_expert(x[rows], *pool.views(i % len(pool), i % layers))
 
         yield _cpu_expert(bench, x.cpu(), effort.rounds)
         for probe, block in (("prefill_layer", layer), ("prefill_expert", expert)):

@@ -11,10 +11,12 @@ from typing import Literal
 import torch
 
 from foreload.backend.engine import Engine
+from foreload.backend.native import describe
 from foreload.errors import UsageError
 from foreload.machine import cores, cpu_name, machine_name, software
 from foreload.profiler import probes, windows
 from foreload.profiler.bench import Bench
+from foreload.profiler.formats import by_format
 from foreload.profiler.schema import HardwareProfile, Measurement, ProfileMeta
 from foreload.profiler.stats import host_samples
 from foreload.settings import Settings
@@ -34,6 +36,8 @@ def profile(
     effort = probes.QUICK if mode == "quick" else probes.FULL
     if engine.shape.experts < 2 * engine.shape.top_k:
         raise UsageError(f"profile: a model with at least {2 * engine.shape.top_k} experts per layer is needed")
+    if len(set(engine.formats)) > 1:
+        raise UsageError(f"profile: experts in one format are needed, not in {', '.join(sorted(set(engine.formats)))}")
     bench = Bench(engine)
     found: list[Measurement] = []
     noise: list[float] = []
@@ -49,6 +53,7 @@ def profile(
         ("experts on the CPU", lambda: probes.cpu_experts(bench, effort)),
         ("prefill", lambda: probes.prefill(bench, effort)),
         ("verify steps", lambda: _windows(bench, effort)),
+        ("formats", lambda: by_format(bench, effort.rounds, probes.thread_counts())),
     )
     try:
         with torch.inference_mode():
@@ -101,6 +106,8 @@ def _meta(engine: Engine, mode: Mode, noise: list[float]) -> ProfileMeta:
         shape=asdict(engine.shape),
         shape_hash=engine.shape.hash,
         expert_bytes=engine.expert_bytes,
+        expert_format=engine.formats[0],
+        cpu_experts=describe(),
         mode=mode,
         emulated_link_bytes_per_s=engine.options.link_bytes_per_s,
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -21,9 +21,11 @@ Probes (the names are a contract between profiler and cost model). `p50_us` is t
     experts_cpu_beside_copy  experts, threads CPU experts while copies run
     wait                                      one fetch beyond plan and copy: waking the copy thread, and back
     head                                      final norm, output projection, greedy choice
+    cpu_format      experts, threads, format  that many experts on the CPU, one token each, beside nothing
+    gpu_format      experts, format           that many experts on the device, one token each, beside nothing
     prefill_layer   tokens                    attention, route and sum of one layer on a prompt chunk
     prefill_expert  tokens                    one resident expert on that many tokens
-    cpu_expert      tokens                    one expert on one CPU thread on that many tokens, without hand-off
+    cpu_expert      tokens                    one expert on one CPU thread on that many tokens, hand-off included
     window_embed      tokens                  the block of that name in a step over that many tokens (1 to compare with)
     window_attention  tokens                  the same, at one context
     window_route      tokens                  the same
@@ -49,6 +51,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from foreload.errors import FileError, MismatchError
 from foreload.files import parse_model, read_mapping, write_text
+from foreload.formats import PackedFormat
 from foreload.shape import ModelShape
 
 PROFILE_SCHEMA = 1
@@ -83,6 +86,8 @@ class ProfileMeta(BaseModel):
     shape: dict[str, Any]
     shape_hash: str
     expert_bytes: Annotated[int, Field(ge=1)]
+    expert_format: PackedFormat | None = None  # None: as the checkpoint has them
+    cpu_experts: str = ""  # what runs them: the native library and its instruction set, or torch
     mode: Literal["quick", "full"]
     emulated_link_bytes_per_s: Annotated[int, Field(ge=1)] | None = None
     date: str

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from foreload.backend.experts.batch import Batch
-from foreload.backend.experts.slab import run_expert
+from foreload.backend.experts.blocks import run_expert
 from foreload.backend.policy.window import demand_of
 from foreload.backend.sampling import Sampler, Sampling
 from foreload.backend.speculate.accept import judge
@@ -87,7 +87,7 @@ def _experts(bench: Bench, routed: NDArray[np.int64]) -> Callable[[int], object]
 
     def run(turn: int) -> None:
         for i in range(len(demand.experts)):
-            batch.store(i, run_expert(batch.input(i), *pool.views((turn + i) % len(pool))))
+            batch.store(i, run_expert(batch.input(i), *pool.views((turn + i) % len(pool), 0)))
 
     return run
 

@@ -17,7 +17,8 @@ from typing import Literal
 import numpy as np
 
 from foreload.backend.policy import SplitCosts
-from foreload.errors import FileError, MismatchError
+from foreload.errors import FileError, MismatchError, SettingsError
+from foreload.formats import FORMATS, PackedFormat, block_layout, layer_formats
 from foreload.profiler.schema import HardwareProfile, Measurement
 from foreload.settings import GATE_SIDE, Settings, step_experts
 from foreload.shape import ModelShape
@@ -40,12 +41,16 @@ _AXIS = {
     "experts_gpu": "experts",
     "experts_cpu": "experts",
     "experts_cpu_beside_copy": "experts",
+    "cpu_format": "experts",
+    "gpu_format": "experts",
     "prefill_layer": "tokens",
     "prefill_expert": "tokens",
     "sample": "tokens",
     **dict.fromkeys(WINDOW_BLOCKS, "tokens"),
     **dict.fromkeys(("draft_ngram", "draft_model"), "tokens"),
 }
+_BY_FORMAT = {"experts_gpu": "gpu_format", "experts_cpu": "cpu_format"}
+"""Probes of experts in the engine, and what they take alone in each format."""
 _SLOPED = (
     "after_wait", "attention", "prefill_layer", "prefill_expert", "sample", "draft_ngram", "draft_model", *WINDOW_BLOCKS
 )  # fmt: skip
@@ -113,14 +118,23 @@ def _interpolate(points: list[_Point], at: int, sloped: bool) -> tuple[int, int,
 class CostModel:
     """Look-ups over one profile for one model shape. Raises MismatchError if the profile is of another shape."""
 
-    def __init__(self, profile: HardwareProfile, shape: ModelShape, dtype: str | None = None) -> None:
+    def __init__(
+        self,
+        profile: HardwareProfile,
+        shape: ModelShape,
+        dtype: str | None = None,
+        format: PackedFormat | None = None,
+    ) -> None:
+        """`format` of the experts: default, and measured best, is the one the profile's engine ran in."""
         profile.check_model(shape, dtype or profile.meta.dtype)
-        if profile.meta.expert_bytes != shape.expert_bytes(profile.meta.dtype):
-            expected = shape.expert_bytes(profile.meta.dtype)
+        self.own_format = profile.meta.expert_format or layer_formats(None, shape, profile.meta.dtype)[0]
+        expected = block_layout(self.own_format, shape).bytes
+        if profile.meta.expert_bytes != expected:
             raise FileError(f"profile: meta.expert_bytes is {profile.meta.expert_bytes}: the shape says {expected}")
         self.profile = profile
         self.shape = shape
-        self.expert_bytes = profile.meta.expert_bytes
+        self.format = format or self.own_format
+        self.expert_bytes = block_layout(self.format, shape).bytes
         self.asynchronous = profile.meta.device == "cuda"
         self.used: dict[str, Source] = {}
         self._tables: dict[tuple[str, tuple[tuple[str, int], ...]], list[_Point]] = {}
@@ -130,9 +144,38 @@ class CostModel:
 
     def fresh(self) -> CostModel:
         """The same model with nothing looked up yet, so that `used` tells what one simulation relied on."""
-        other = CostModel(self.profile, self.shape)
+        other = CostModel(self.profile, self.shape, format=self.format)
         other._tables, other._planes = self._tables, self._planes
         return other
+
+    def for_settings(self, settings: Settings) -> CostModel:
+        """The model for the `expert_format` of `settings`, this one if it is that already.
+
+        Raises MismatchError if the profile lacks the format, SettingsError for layers in different formats.
+        """
+        formats = set(layer_formats(settings.expert_format, self.shape, self.profile.meta.dtype))
+        if len(formats) > 1:
+            raise SettingsError(
+                f"expert_format {'/'.join(sorted(formats))}: layers in different formats can be run, not simulated"
+            )
+        (format,) = formats
+        if format == self.format:
+            return self
+        known = {self.own_format, *(FORMATS[m.at["format"]] for m in self.profile.measurements if "format" in m.at)}
+        if format not in known:
+            raise MismatchError(f"profile: expert_format {format} was not measured: it was {', '.join(sorted(known))}")
+        other = CostModel(self.profile, self.shape, format=format)
+        other._tables, other._planes = self._tables, self._planes
+        return other
+
+    @cached_property
+    def _own(self) -> CostModel:
+        """The model in the format that contention was measured in."""
+        if self.format == self.own_format:
+            return self
+        own = CostModel(self.profile, self.shape)
+        own._tables, own._planes, own.used = self._tables, self._planes, self.used
+        return own
 
     def _table(self, probe: str, fixed: Mapping[str, int]) -> list[_Point]:
         key = (probe, tuple(sorted(fixed.items())))
@@ -153,9 +196,23 @@ class CostModel:
                 self._check_threads(probe, threads)
                 fixed = {**fixed, "threads": threads}
             host, gpu, source = _interpolate(self._table(probe, fixed), at, probe in _SLOPED)
+            if probe in _BY_FORMAT and self.format != self.own_format:
+                (host, gpu), other = self._shifted(probe, at, (host, gpu), fixed)
+                source = worst(source, other)
             found = self._known[key] = Cost(host, gpu, source)
             self.used[probe] = worst(source, self.used.get(probe, "measured"))
         return found
+
+    def _shifted(
+        self, probe: str, at: int, found: tuple[int, int], fixed: Mapping[str, int]
+    ) -> tuple[tuple[int, int], Source]:
+        """Host and GPU time in this format: what was found, and the difference of the two formats measured alone."""
+        formats = (self.own_format, self.format)
+        tables = [self._table(_BY_FORMAT[probe], {**fixed, "format": FORMATS.index(format)}) for format in formats]
+        own, this = (_interpolate(table, at, False) for table in tables)
+        host = max(1, found[0] + this[0] - own[0])
+        gpu = max(1, found[1] + this[1] - own[1]) if found[1] else 0
+        return (host, gpu), worst(own[2], this[2])
 
     def _check_threads(self, probe: str, threads: int) -> None:
         known = sorted({m.at["threads"] for m in self.profile.points(probe) if "threads" in m.at})
@@ -196,7 +253,16 @@ class CostModel:
         if tokens == 0 or experts == 0:
             return self.cost("experts_gpu", experts) if experts else Cost(0, 0, "measured")
         fitted = self._plane("window_experts_gpu")
-        return Cost(fitted.host_ns(experts, tokens), fitted.gpu_ns(experts, tokens), "interpolated")
+        host, gpu = self._window_shift("experts_gpu", experts)
+        in_format = max(1, fitted.host_ns(experts, tokens) + host), max(0, fitted.gpu_ns(experts, tokens) + gpu)
+        return Cost(*in_format, "interpolated")
+
+    def _window_shift(self, probe: str, experts: int, threads: int = 0) -> tuple[int, int]:
+        """What the format changes for a window's distinct experts: as for as many with one token each."""
+        if self._own is self:
+            return 0, 0
+        this, own = (model.cost(probe, experts, threads) for model in (self, self._own))
+        return this.host_ns - own.host_ns, this.gpu_ns - own.gpu_ns
 
     @cached_property
     def copy_ns(self) -> int:
@@ -270,12 +336,15 @@ class CostModel:
         """Experts on an otherwise idle CPU, hand-off and result included; `tokens` as for `experts_gpu`."""
         if tokens == 0 or experts == 0:
             return self.cost("experts_cpu", experts, threads).host_ns if experts else 0
-        return self._plane("window_experts_cpu", threads).host_ns(experts, tokens)
+        found = self._plane("window_experts_cpu", threads).host_ns(experts, tokens)
+        return max(1, found + self._window_shift("experts_cpu", experts, threads)[0])
 
     # Contention: work per nanosecond beside another resource, of SCALE. Nothing is faster in company.
 
     def copy_rate(self, threads: int) -> int:
         """Rate of a copy while CPU experts run."""
+        if self._own is not self:
+            return self._own.copy_rate(threads)
         key = ("copy", 0, 0, threads)
         if key not in self._rates:
             beside = self.cost("copy_beside_cpu", 0, threads).host_ns
@@ -284,6 +353,8 @@ class CostModel:
 
     def cpu_rate(self, experts: int, threads: int) -> int:
         """Rate of `experts` CPU experts while a copy runs."""
+        if self._own is not self:
+            return self._own.cpu_rate(experts, threads)
         key = ("cpu", 0, experts, threads)
         if key not in self._rates:
             beside = self.cost("experts_cpu_beside_copy", experts, threads).host_ns
@@ -295,6 +366,8 @@ class CostModel:
 
         Both are slowed by one factor s while both run, so that T(both) = s min + (max - min) of the isolated times.
         """
+        if self._own is not self:
+            return self._own.both_rate(gpu, cpu, threads)
         key = ("both", gpu, cpu, threads)
         if key not in self._rates:
             at_gpu, at_cpu, both_ns = self._nearest_both(gpu, cpu, threads)
@@ -341,7 +414,7 @@ def split_costs(profile: HardwareProfile | CostModel, shape: ModelShape, setting
     Copies and CPU experts beside each other, resident experts beside the CPU experts that are left; without CPU experts
     all of them alone. Raises MismatchError if `settings.cpu_threads` was not measured.
     """
-    costs = profile if isinstance(profile, CostModel) else CostModel(profile, shape)
+    costs = (profile if isinstance(profile, CostModel) else CostModel(profile, shape)).for_settings(settings)
     k, threads = shape.top_k, settings.cpu_threads
     most, gamma = step_experts(settings, shape), settings.draft.gamma
     window = [n if gamma else 0 for n in range(most + 1)]  # tokens: one each

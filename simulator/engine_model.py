@@ -247,7 +247,7 @@ def simulate(
     """
     if len(capacity) != shape.n_moe_layers:
         raise MismatchError(f"capacity has {len(capacity)} entries: the model has {shape.n_moe_layers} MoE layers")
-    costs = as_costs(profile, shape).fresh()
+    costs = as_costs(profile, shape).for_settings(settings).fresh()
     chosen = load_requests(trace, shape, settings, requests)
     engine = EngineModel(costs, shape, settings, tuple(capacity), timeline, warm)
     engine.run(chosen, sampled=float(trace.meta.sampling.get("temperature", 0.0)) > 0)

@@ -132,7 +132,7 @@ def tune(
     if slots is None:
         longest = int(trace.position.max()) + 1
         slots = slot_budget(shape, dtype, vram_bytes or 0, context_tokens or longest, chosen)
-    costs = CostModel(profile, shape, dtype)
+    costs = CostModel(profile, shape, dtype).for_settings(chosen)
     start = chosen.changed(slots_per_layer=None, cache_ratio=None)
     check_slots(start, shape, slots, costs.expert_bytes)
     allowed = _allowed(trace, quality, max_quality_loss_pct)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
-from typing import Literal, cast
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -12,7 +11,8 @@ import torch
 from foreload.backend.cuda.copies import NativeCopies, NativeOrder
 from foreload.backend.cuda.forward import FastForward, FastParts
 from foreload.backend.cuda.issue import Blocks, Issuer, cuda_runtime, issue_library
-from foreload.backend.cuda.kernels.layout import float_layout
+from foreload.backend.cuda.kernels.layout import kernel_layout
+from foreload.backend.cuda.kernels.ops import check_layout
 from foreload.backend.cuda.programs import GraphCapture
 from foreload.backend.experts.cpu import CpuExperts
 from foreload.backend.experts.pool import SlotPool
@@ -20,8 +20,10 @@ from foreload.backend.experts.slab import HostSlab
 from foreload.backend.models.decoder import Decoder
 from foreload.backend.policy import Brain
 from foreload.backend.policy.calls import queue_calls
-from foreload.errors import InternalError
+from foreload.errors import InternalError, UsageError
+from foreload.formats import BlockLayout
 from foreload.machine import cores
+from foreload.shape import ModelShape
 
 SPINS = 64
 """Pauses between two looks at the link, some microseconds, where there are cores to spare."""
@@ -29,8 +31,14 @@ DELAYS = tuple(1 << n for n in range(10, 21))
 """Lengths, in cycles, of the random delays before copies in debug mode."""
 
 
-def missing() -> str | None:
-    """Why decode steps cannot be launched as graphs here; None if they can."""
+def missing(layouts: Sequence[BlockLayout], shape: ModelShape) -> str | None:
+    """Why decode steps over experts packed like this [MoE layers] cannot be graphs here; None if they can."""
+    if len(set(layouts)) > 1:
+        return "layers have experts in different formats"
+    try:
+        check_layout(kernel_layout(layouts[0], shape))
+    except UsageError as error:
+        return str(error)
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if issue_library() is None:
@@ -76,12 +84,11 @@ def open_fast(
     if debug_seed is not None:
         with copies.lock:
             issuer.delays([capture(lambda cycles=n: torch.cuda._sleep(cycles)) for n in DELAYS], debug_seed)  # type: ignore[misc]
-    dtype = cast(Literal["float32", "bfloat16"], str(slab.blocks.dtype).removeprefix("torch."))
     parts = FastParts(
         ops=TritonOps(),
         issuer=issuer,
         capture=capture,
-        layout=float_layout(slab.shape, dtype),
+        layout=kernel_layout(slab.layout(0), slab.shape),
         stream=lambda: int(torch.cuda.current_stream().cuda_stream),
         idle=lambda: bool(torch.cuda.current_stream().query()),
     )

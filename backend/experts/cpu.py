@@ -4,17 +4,37 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
+from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreload.backend.experts.slab import HostSlab
+from foreload.backend.experts.blocks import ExpertViews
 from foreload.backend.native import chosen_isa, load
 from foreload.errors import InternalError
+from foreload.formats import BlockLayout
+from foreload.shape import ModelShape
 
 CpuSpan = tuple[int, int, int, int]
 """MoE layer, experts, begun, done; perf_counter nanoseconds."""
+
+
+class ExpertBlocks(Protocol):
+    """Packed experts in host memory."""
+
+    shape: ModelShape
+    dtype: torch.dtype
+
+    def layout(self, layer: int) -> BlockLayout:
+        """How the blocks of a layer are packed."""
+
+    def addresses(self) -> NDArray[np.int64]:
+        """Host addresses of all blocks, [MoE layers, experts]."""
+
+    def views(self, layer: int, expert: int) -> ExpertViews:
+        """One expert's tensors."""
 
 
 class CpuExperts(ABC):
@@ -58,7 +78,7 @@ class CpuExperts(ABC):
         self.resize(0)
 
 
-def make_cpu_experts(slab: HostSlab, threads: int) -> CpuExperts:
+def make_cpu_experts(slab: ExpertBlocks, threads: int) -> CpuExperts:
     """The native library's workers where it serves this machine, else torch's (`FORELOAD_CPU_ISA` overrides)."""
     from foreload.backend.experts.cpu_native import NativeExperts
     from foreload.backend.experts.cpu_torch import TorchExperts

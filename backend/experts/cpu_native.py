@@ -9,8 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreload.backend.experts.cpu import CpuExperts
-from foreload.backend.experts.slab import HostSlab
+from foreload.backend.experts.cpu import CpuExperts, ExpertBlocks
 from foreload.backend.native import OPEN, Isa, Library, NativePool, Plan, c_layout
 from foreload.errors import InternalError
 from foreload.machine import cores
@@ -22,7 +21,7 @@ class NativeExperts(CpuExperts):
     A token's output does not depend on the other tokens, nor on the number of threads.
     """
 
-    def __init__(self, slab: HostSlab, threads: int, library: Library, isa: Isa) -> None:
+    def __init__(self, slab: ExpertBlocks, threads: int, library: Library, isa: Isa) -> None:
         self._library, self._isa, self._dtype = library, isa, slab.dtype
         bf16 = slab.dtype == torch.bfloat16
         self._addresses = slab.addresses()

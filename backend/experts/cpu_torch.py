@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreload.backend.experts.cpu import CpuExperts
-from foreload.backend.experts.slab import HostSlab, run_expert
+from foreload.backend.experts.blocks import run_expert
+from foreload.backend.experts.cpu import CpuExperts, ExpertBlocks
 from foreload.backend.placement import place_threads
 
 Job = tuple[int, list[tuple[int, Tensor, Tensor]]]
@@ -23,7 +23,7 @@ Job = tuple[int, list[tuple[int, Tensor, Tensor]]]
 class TorchExperts(CpuExperts):
     """`threads` workers; a layer-step's experts are dealt to them round robin."""
 
-    def __init__(self, slab: HostSlab, threads: int) -> None:
+    def __init__(self, slab: ExpertBlocks, threads: int) -> None:
         self._slab = slab
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._done: SimpleQueue[BaseException | None] = SimpleQueue()

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from foreload.backend.experts.slab import ExpertViews, block_views
+from foreload.backend.experts.blocks import BlockCodec, ExpertViews
 from foreload.errors import BudgetError
-from foreload.shape import ModelShape
 from foreload.units import format_bytes
 
 BLOCK_BYTES = 64 << 20
 
 
 class SlotPool:
-    """Slots 0 .. len - 1, each one expert block on the device."""
+    """Slots 0 .. len - 1, each as large as the largest expert block of any layer. An expert's bytes begin its slot."""
 
-    def __init__(self, shape: ModelShape, device: torch.device, dtype: torch.dtype) -> None:
-        self._shape, self._device, self._dtype = shape, device, dtype
-        slot_bytes = shape.expert_weights * dtype.itemsize
+    def __init__(self, codecs: Sequence[BlockCodec], slot_bytes: int, device: torch.device) -> None:
+        """`codecs` [MoE layers]: how each layer's blocks are read."""
+        self._codecs, self._slot_bytes, self._device = codecs, slot_bytes, device
         self._per_block = max(1, min(64, BLOCK_BYTES // slot_bytes))
         self._blocks: list[Tensor] = []
         self._slots: list[Tensor] = []
-        self._views: list[ExpertViews] = []
+        self._views: list[dict[str, ExpertViews]] = []  # of plain weights, by format
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -30,7 +31,7 @@ class SlotPool:
     @property
     def allocated_bytes(self) -> int:
         """Bytes the blocks take."""
-        return sum(block.numel() * block.element_size() for block in self._blocks)
+        return sum(block.numel() for block in self._blocks)
 
     @torch.inference_mode(False)
     def grow(self, slots: int) -> None:
@@ -43,17 +44,17 @@ class SlotPool:
         try:
             while missing > 0:
                 size = min(self._per_block, missing)
-                added.append(torch.empty(size, self._shape.expert_weights, device=self._device, dtype=self._dtype))
+                added.append(torch.empty(size, self._slot_bytes, device=self._device, dtype=torch.uint8))
                 missing -= size
         except RuntimeError as error:
-            short = missing * self._shape.expert_weights * self._dtype.itemsize
+            short = missing * self._slot_bytes
             raise BudgetError(
                 f"device memory: {format_bytes(short)} short for {slots} expert slots", "vram", short
             ) from error
         for block in added:
             self._blocks.append(block)
             self._slots.extend(block)
-            self._views.extend(block_views(slot, self._shape) for slot in block)
+            self._views.extend({} for _ in block)
 
     def shrink(self, slots: int) -> None:
         """Give up whole blocks above `slots`; what they hold is lost."""
@@ -62,17 +63,23 @@ class SlotPool:
             del self._slots[-size:], self._views[-size:]
 
     def slot(self, index: int) -> Tensor:
-        """The slot's block, [weights]."""
+        """The slot's memory, uint8."""
         return self._slots[index]
 
-    def views(self, index: int) -> ExpertViews:
-        """The slot's tensors."""
-        return self._views[index]
+    def views(self, index: int, layer: int) -> ExpertViews:
+        """The tensors of the expert of `layer` that the slot holds; unpacked if the layer is packed."""
+        codec, known = self._codecs[layer], self._views[index]
+        if not codec.plain:
+            return codec.views(self._slots[index])
+        found = known.get(codec.layout.format)
+        if found is None:
+            found = known[codec.layout.format] = codec.views(self._slots[index])
+        return found
 
     def move(self, source: int, target: int) -> None:
         """Copy one slot to another."""
         self._slots[target].copy_(self._slots[source])
 
     def poison(self, index: int) -> None:
-        """Fill a free slot with NaN, so that a read before its next copy shows."""
-        self._slots[index].fill_(float("nan"))
+        """Fill a free slot with what every format, or its scale, reads as NaN, so that a read before its copy shows."""
+        self._slots[index].fill_(0xFF)

@@ -4,68 +4,25 @@ from __future__ import annotations
 
 import ctypes
 import warnings
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812
 from numpy.typing import NDArray
 from torch import Tensor
 
+from foreload.backend.experts import conversions
+from foreload.backend.experts.blocks import BlockCodec, ExpertViews
 from foreload.backend.models.checkpoint import Checkpoint
-from foreload.backend.models.family import ExpertPart
 from foreload.errors import ForeloadError
-from foreload.formats import FORMAT_OF_DTYPE, BlockLayout, block_layout
-from foreload.shape import ModelShape
+from foreload.formats import ALIGNMENT, FORMAT_OF_DTYPE, BlockLayout, PackedFormat, block_layout
+from foreload.machine import cores
 from foreload.units import format_bytes
 
 
 class PageableWarning(UserWarning):
     """Host memory could not be registered: copies run from pageable memory, several times slower."""
-
-
-class ExpertViews(NamedTuple):
-    """One expert's tensors inside its block. Rows of `gate_up` are all gates, then all ups; by turns if clamped."""
-
-    gate_up: Tensor  # [2 width, hidden]
-    down: Tensor  # [hidden, width]
-    gate_up_bias: Tensor | None = None  # [2 width]
-    down_bias: Tensor | None = None  # [hidden]
-    clamp: tuple[float, float] | None = None  # (alpha, limit) of `swiglu_oai`
-
-
-def block_views(block: Tensor, shape: ModelShape) -> ExpertViews:
-    """The parts of an expert block [weights]: gate_up, down and, if the shape has biases, theirs in the same order."""
-    width, hidden = shape.expert_width, shape.hidden
-    sizes = [2 * width * hidden, hidden * width]
-    if shape.expert_bias:
-        sizes += [2 * width, hidden]
-    gate_up, down, *biases = block.split(sizes)
-    gate_up_bias, down_bias = biases or (None, None)
-    clamp = (shape.swiglu_alpha, shape.swiglu_limit) if shape.activation == "swiglu_oai" else None
-    return ExpertViews(gate_up.view(2 * width, hidden), down.view(hidden, width), gate_up_bias, down_bias, clamp)
-
-
-def run_expert(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    clamp: tuple[float, float] | None = None,
-) -> Tensor:
-    """One SwiGLU expert on x [n, hidden] -> [n, hidden]: down(silu(gate x) * up x); arguments as in `ExpertViews`.
-
-    Clamped, with (alpha, limit): down(min(gate, limit) * sigmoid(alpha * min(gate, limit)) * (up within +-limit + 1)).
-    """
-    both = F.linear(x, gate_up, gate_up_bias)
-    if clamp is None:
-        gate, up = both.chunk(2, dim=-1)
-        return F.linear(F.silu(gate) * up, down, down_bias)
-    alpha, limit = clamp
-    gate, up = both[..., ::2].clamp(max=limit), both[..., 1::2].clamp(-limit, limit)
-    return F.linear(gate * torch.sigmoid(alpha * gate) * (up + 1), down, down_bias)
 
 
 def _clear_cuda_error() -> None:
@@ -74,8 +31,22 @@ def _clear_cuda_error() -> None:
     ctypes.CDLL(f"libcudart.so.{major}").cudaGetLastError()
 
 
+@contextmanager
+def _all_cores() -> Iterator[None]:
+    """Let torch use every core while weights are packed."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(cores())
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 class HostSlab:
-    """Experts of all MoE layers, [MoE layers, experts, weights of one expert]."""
+    """Experts of all MoE layers, packed as their layer's format says (default: plain weights in `dtype`).
+
+    `blocks` is uint8, all blocks end to end; a layer begins at a multiple of 64 bytes. `dtype` is what experts run in.
+    """
 
     def __init__(
         self,
@@ -83,42 +54,59 @@ class HostSlab:
         dtype: torch.dtype,
         register: bool,
         progress: Callable[[int, int], None] | None = None,
+        formats: Sequence[PackedFormat] | None = None,
     ) -> None:
         """Read every expert into its block; `register` for DMA (with a PageableWarning if that fails).
 
         `progress(done, total)` is called per part of an expert. Random weights are made on the GPU if `register`.
         """
-        self.shape = checkpoint.shape
+        self.shape = shape = checkpoint.shape
         self.dtype = dtype
-        shape = self.shape
+        plain = FORMAT_OF_DTYPE[str(dtype).removeprefix("torch.")]
+        self.layouts = [block_layout(of_layer, shape) for of_layer in formats or (plain,) * shape.n_moe_layers]
+        self.codecs = [BlockCodec(layout, shape, dtype) for layout in self.layouts]
+        sizes = [-(-shape.experts * layout.bytes // ALIGNMENT) * ALIGNMENT for layout in self.layouts]
+        self._starts = np.cumsum([0, *sizes[:-1]])
         try:
-            self.blocks = torch.empty(shape.n_moe_layers, shape.experts, shape.expert_weights, dtype=dtype)
+            self.blocks = torch.empty(sum(sizes), dtype=torch.uint8)
         except RuntimeError as error:
-            size = shape.n_moe_layers * shape.experts * shape.expert_weights * dtype.itemsize
-            raise ForeloadError(f"host memory: {format_bytes(size)} for the experts cannot be allocated") from error
-        self._views = [[block_views(block, shape) for block in layer] for layer in self.blocks]
-        self._fill(checkpoint, torch.device("cuda" if register else "cpu"), progress)
+            raise ForeloadError(
+                f"host memory: {format_bytes(sum(sizes))} for the experts cannot be allocated"
+            ) from error
+        self._blocks = [
+            [self.blocks[start + e * layout.bytes : start + (e + 1) * layout.bytes] for e in range(shape.experts)]
+            for start, layout in zip(self._starts.tolist(), self.layouts, strict=True)
+        ]
+        self._views = [
+            [codec.views(block) for block in blocks] if codec.plain else []
+            for codec, blocks in zip(self.codecs, self._blocks, strict=True)
+        ]
+        self._load(checkpoint, torch.device("cuda" if register else "cpu"), progress)
         self._registered = register and self._register()
+
+    def _load(self, checkpoint: Checkpoint, device: torch.device, progress: Callable[[int, int], None] | None) -> None:
+        """Fill the blocks; what takes long to pack is kept on disk for the next time."""
+        kept = None
+        if self.blocks.numel() >= conversions.SMALLEST_BYTES and not all(codec.plain for codec in self.codecs):
+            kept = conversions.Conversion(checkpoint, self.layouts)
+            if kept.load(self.blocks):
+                return
+        if not all(codec.plain for codec in self.codecs):
+            self.blocks.zero_()  # packed parts have gaps between them
+        with _all_cores():
+            self._fill(checkpoint, device, progress)
+        if kept is not None:
+            kept.save(self.blocks)
 
     def _fill(self, checkpoint: Checkpoint, device: torch.device, progress: Callable[[int, int], None] | None) -> None:
         total = checkpoint.expert_parts()
         for done, (at, expert, part, tensor) in enumerate(checkpoint.read_experts(device), 1):
-            self._part(at, expert, part).copy_(tensor)
+            self.codecs[at].write(self._blocks[at][expert], part, tensor)
             if progress is not None:
                 progress(done, total)
 
-    def _part(self, layer: int, expert: int, part: ExpertPart) -> Tensor:
-        """Where a part of an expert belongs."""
-        views, width = self._views[layer][expert], self.shape.expert_width
-        if part in ("gate", "up"):
-            return views.gate_up[:width] if part == "gate" else views.gate_up[width:]
-        found = {"gate_up": views.gate_up, "down": views.down}.get(part)
-        found = found if found is not None else views.gate_up_bias if part == "gate_up_bias" else views.down_bias
-        assert found is not None
-        return found
-
     def _register(self) -> bool:
-        size = self.blocks.numel() * self.blocks.element_size()
+        size = self.blocks.numel()
         code = int(torch.cuda.cudart().cudaHostRegister(self.blocks.data_ptr(), size, 0))
         if code == 0:
             return True
@@ -137,23 +125,23 @@ class HostSlab:
         return self._registered
 
     def block(self, layer: int, expert: int) -> Tensor:
-        """The block of one expert, [weights]; `layer` counts MoE layers."""
-        return self.blocks[layer, expert]
+        """The block of one expert, uint8; `layer` counts MoE layers."""
+        return self._blocks[layer][expert]
 
     def layout(self, layer: int) -> BlockLayout:
         """How the blocks of a layer are packed."""
-        name = str(self.dtype).removeprefix("torch.")
-        return block_layout(FORMAT_OF_DTYPE[name], self.shape)
+        return self.layouts[layer]
 
     def addresses(self) -> NDArray[np.int64]:
         """Host addresses of all blocks, [MoE layers, experts]."""
-        size = self.shape.expert_weights * self.dtype.itemsize
-        numbers = np.arange(self.shape.n_moe_layers * self.shape.experts, dtype=np.int64)
-        return (self.blocks.data_ptr() + size * numbers).reshape(-1, self.shape.experts)
+        sizes = np.array([layout.bytes for layout in self.layouts])
+        offsets = self._starts[:, None] + sizes[:, None] * np.arange(self.shape.experts)
+        return (self.blocks.data_ptr() + offsets).astype(np.int64)
 
     def views(self, layer: int, expert: int) -> ExpertViews:
-        """The expert's tensors on the host."""
-        return self._views[layer][expert]
+        """The expert's tensors on the host; unpacked if the layer is packed."""
+        codec = self.codecs[layer]
+        return self._views[layer][expert] if codec.plain else codec.views(self._blocks[layer][expert])
 
     def close(self) -> None:
         """Unregister the memory."""

@@ -171,7 +171,8 @@ class CopyThread(Copies):
             slot = self.brain.slot(layer, expert)
             if self.spans is not None:
                 self._issued[key] = (int(self.brain.state.purpose[layer, expert]), time.perf_counter_ns())
-            self._link.issue(key, self._slab.block(layer, expert), self._pool.slot(slot), slot)
+            source = self._slab.block(layer, expert)
+            self._link.issue(key, source, self._pool.slot(slot)[: len(source)], slot)
             self._order[key] = time.perf_counter_ns()
             issued = True
         if issued and self._wake_on_issue:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,8 @@ def read_shape(config: dict[str, object], source: str) -> tuple[Family, ModelSha
     if _stored(config) == "mxfp4" and (shape.hidden % MX_BLOCK or shape.expert_width % MX_BLOCK):
         sizes = f"{shape.hidden} and {shape.expert_width}"
         raise FileError(f"{source}: experts of {sizes}: MXFP4 needs multiples of {MX_BLOCK}")
+    if quantised is not None and quantised.get("quant_method") == "mxfp4":
+        shape = replace(shape, stored_experts="mxfp4")
     if shape.top_k > shape.experts:
         raise FileError(f"{source}: {shape.top_k} experts per token of {shape.experts}: the first must not be larger")
     return family, shape

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from foreload.backend.copied import copied_bytes
 from foreload.backend.engine import Engine
 from foreload.backend.policy import Counter
 from foreload.backend.policy.state import DECODE, KEPT
@@ -22,8 +23,6 @@ from foreload.backend.server.views import (
     Times,
     Waiter,
 )
-
-COPIES = (Counter.FETCHED, Counter.PREFETCHED, Counter.UPLOADED)
 
 
 def stats(context: Context) -> StatsView:
@@ -55,8 +54,8 @@ def stats(context: Context) -> StatsView:
         queue=[Waiter(id=name, position=at, seconds=since) for name, at, since in context.desk.positions()],
         tpot=times(list(seen.gaps_ns)),
         ttft=times(list(seen.ttfts_ns)),
-        recent=experts(first, now, engine.expert_bytes),
-        total=experts(seen.start, now, engine.expert_bytes),
+        recent=experts(first, now, engine.layer_bytes),
+        total=experts(seen.start, now, engine.layer_bytes),
         drafts=Drafts(
             steps=seen.steps,
             drafted=seen.drafted,
@@ -78,12 +77,13 @@ def times(found_ns: Collection[int]) -> Times:
     return Times(mean_ms=float(values.mean()), p50_ms=p50, p95_ms=p95, count=len(values))
 
 
-def experts(first: Snapshot, last: Snapshot, expert_bytes: int) -> Experts:
+def experts(first: Snapshot, last: Snapshot, layer_bytes: Sequence[int]) -> Experts:
     """What happened between two snapshots."""
     tokens = last.tokens - first.tokens
-    counts = (last.counters - first.counters).sum(axis=0)
+    by_layer = last.counters - first.counters
+    counts = by_layer.sum(axis=0)
     hits, late, misses = (int(counts[which]) for which in (Counter.HITS, Counter.LATE, Counter.MISSES))
-    demanded, copied = hits + late + misses, int(sum(counts[which] for which in COPIES)) * expert_bytes
+    demanded, copied = hits + late + misses, copied_bytes(by_layer, layer_bytes)
     spent = {
         kind: (ns - first.times_ns.get(kind, 0)) / 1e6 / tokens for kind, ns in last.times_ns.items() if tokens > 0
     }
@@ -116,7 +116,7 @@ def layers(engine: Engine) -> list[LayerView]:
     for at, number in enumerate(engine.shape.moe_layers):
         row = counters[at]
         hits, late, misses = (int(row[which]) for which in (Counter.HITS, Counter.LATE, Counter.MISSES))
-        copied = int(sum(row[which] for which in COPIES)) * engine.expert_bytes
+        copied = copied_bytes(row[None], engine.layer_bytes[at : at + 1])
         found.append(
             LayerView(
                 layer=number,

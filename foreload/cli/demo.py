@@ -212,8 +212,8 @@ class Loop:
         from foreload.dashboard.collect import run_meta, run_result
 
         assert self.profile is not None
-        expert_bytes = self.profile.meta.expert_bytes
-        shown = [Shown(m.tpot_ms, m.hit_rate, m.bytes_per_token(expert_bytes)) for m in measured]
+        size = self.profile.meta.expert_bytes
+        shown = [Shown(m.tpot_ms, m.hit_rate, m.bytes_per_token((size,) * len(m.capacity))) for m in measured]
         meta = run_meta(self.profile, trace, SEED)
         result = run_result(tuned, meta, {"default": shown[0], "tuned": shown[1]})
         return DemoRun(result, tuned, measured, self.options)

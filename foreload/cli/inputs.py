@@ -51,11 +51,13 @@ class Inputs:
 
     def capacity(self, settings: Settings, vram: str | None, context: int | None) -> tuple[int, ...]:
         """Persistent slots per layer under `settings`; BudgetError if they do not fit in `vram`."""
+        from foreload.formats import layer_formats, slot_bytes
         from foreload.settings import check_slots, slot_counts
 
         if vram is not None:
             budget = self.slot_budget(vram, context, settings)
-            return check_slots(settings, self.shape, budget, self.profile.meta.expert_bytes)
+            size = slot_bytes(layer_formats(settings.expert_format, self.shape, self.dtype), self.shape)
+            return check_slots(settings, self.shape, budget, size)
         if settings.slots_per_layer is None and settings.cache_ratio is None:
             raise UsageError("how many experts may stay on the device? give --vram, --cache-ratio or settings that say")
         return slot_counts(settings, self.shape)

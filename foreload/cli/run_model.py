@@ -96,12 +96,13 @@ def _text(prompt: str | None, prompt_file: Path | None, chat: bool) -> str | Non
 
 def summary(engine: Engine, generation: Generation) -> dict[str, Any]:
     """What one generation cost, as measured."""
+    from foreload.backend.copied import copied_bytes
     from foreload.backend.policy import Counter
     from foreload.backend.policy.state import DECODE
 
     totals = generation.counters[DECODE].sum(axis=0)
     demand = int(totals[Counter.HITS] + totals[Counter.LATE] + totals[Counter.MISSES])
-    copied = int(totals[Counter.FETCHED] + totals[Counter.PREFETCHED] + totals[Counter.UPLOADED])
+    copied = copied_bytes(generation.counters[DECODE], engine.layer_bytes)
     steps, tokens = len(generation.steps), generation.decode_tokens
     return {
         "source": "measured",
@@ -117,7 +118,7 @@ def summary(engine: Engine, generation: Generation) -> dict[str, Any]:
         "hit_rate": int(totals[Counter.HITS]) / demand if demand else None,
         "late_rate": int(totals[Counter.LATE]) / demand if demand else None,
         "cpu_rate": int(totals[Counter.ON_CPU]) / demand if demand else None,
-        "bytes_per_token": copied * engine.expert_bytes / tokens if steps else None,
+        "bytes_per_token": copied / tokens if steps else None,
         "true_recall": engine.true_recall,
         "memory": engine.describe_memory(),
     }

@@ -97,7 +97,8 @@ def _bounds(inputs: Inputs, result: SimResult, request: list[int] | None) -> dic
 
     slots = sum(result.capacity) + staging_slots(result.settings, inputs.shape)
     requests = load_requests(inputs.trace, inputs.shape, result.settings, request)
-    return bounds(requests, CostModel(inputs.profile, inputs.shape), slots).as_dict()
+    costs = CostModel(inputs.profile, inputs.shape).for_settings(result.settings)
+    return bounds(requests, costs, slots).as_dict()
 
 
 def _write_timeline(path: Path, result: SimResult, inputs: Inputs) -> None:

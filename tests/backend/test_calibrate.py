@@ -13,7 +13,7 @@ from tiny_models import words
 
 from foreload.backend.calibrate import Plan, Splits, calibrate
 from foreload.backend.engine import Engine
-from foreload.backend.experts.slab import run_expert
+from foreload.backend.experts.blocks import run_expert
 from foreload.backend.predict.calibration import META, Calibration, as_stored
 from foreload.backend.predict.recall import NAMES, RecallSums, choose_hybrid, recall_report, recalled
 from foreload.backend.predict.training import DefaultVectors, Trainer, Watch

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from foreload.backend.experts.blocks import run_expert
 from foreload.backend.experts.cpu import CpuExperts, make_cpu_experts
 from foreload.backend.experts.cpu_native import NativeExperts
 from foreload.backend.experts.cpu_torch import TorchExperts
-from foreload.backend.experts.slab import HostSlab, run_expert
+from foreload.backend.experts.slab import HostSlab
 from foreload.backend.models.checkpoint import Checkpoint
 from foreload.backend.native import describe, load
 from foreload.errors import InternalError, UsageError

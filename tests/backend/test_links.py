@@ -134,7 +134,7 @@ def make_copies(slab: HostSlab) -> Iterator[MakeCopies]:
     made: list[CopyThread] = []
 
     def make(link: HostLink) -> CopyThread:
-        pool = SlotPool(slab.shape, torch.device("cpu"), torch.float32)
+        pool = SlotPool(slab.codecs, slab.layout(0).bytes, torch.device("cpu"))
         brain = Brain(slab.shape, Settings(), (1,) * slab.shape.n_moe_layers)
         pool.grow(brain.slots)
         made.append(CopyThread(brain, slab, pool, link))

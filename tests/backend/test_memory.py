@@ -13,11 +13,13 @@ from tiny_models import FIELDS
 
 from foreload.backend.experts import pool as pool_module
 from foreload.backend.experts import slab as slab_module
+from foreload.backend.experts.blocks import BlockCodec
 from foreload.backend.experts.pool import SlotPool
 from foreload.backend.experts.slab import HostSlab, PageableWarning
 from foreload.backend.models.checkpoint import Checkpoint
 from foreload.backend.placement import other_cores, place_threads
 from foreload.errors import BudgetError, ForeloadError
+from foreload.formats import block_layout
 from foreload.shape import ModelShape
 
 CPU = torch.device("cpu")
@@ -37,7 +39,8 @@ def shape(checkpoint: Checkpoint) -> ModelShape:
 def pool(shape: ModelShape, monkeypatch: pytest.MonkeyPatch) -> SlotPool:
     """A pool whose blocks hold three slots."""
     monkeypatch.setattr(pool_module, "BLOCK_BYTES", 3 * shape.expert_bytes("float32"))
-    return SlotPool(shape, CPU, torch.float32)
+    codec = BlockCodec(block_layout("fp32", shape), shape, torch.float32)
+    return SlotPool([codec] * shape.n_moe_layers, codec.layout.bytes, CPU)
 
 
 @pytest.mark.unit
@@ -60,7 +63,7 @@ def test_slots_keep_their_content_when_the_pool_changes(pool: SlotPool) -> None:
     pool.grow(3)
     for index in range(3):
         pool.slot(index).fill_(index)
-    gate_up, down, *_ = pool.views(1)
+    gate_up, down, *_ = pool.views(1, 0)
     pool.grow(8)
     pool.move(2, 7)
     pool.shrink(3)
@@ -70,7 +73,7 @@ def test_slots_keep_their_content_when_the_pool_changes(pool: SlotPool) -> None:
     pool.poison(1)
     assert torch.isnan(gate_up).all()
     assert torch.isnan(down).all()
-    assert not torch.isnan(pool.slot(0)).any()
+    assert not torch.isnan(pool.views(0, 0).gate_up).any()
 
 
 @pytest.mark.unit
@@ -130,7 +133,7 @@ def test_slab_holds_every_expert_in_one_block(checkpoint: Checkpoint, shape: Mod
     assert checkpoint.folder is not None
     stored = load_file(checkpoint.folder / "model.safetensors")
     parts = [stored[f"model.layers.2.mlp.experts.5.{name}_proj.weight"] for name in ("gate", "up", "down")]
-    assert torch.equal(slab.block(2, 5), torch.cat([part.flatten() for part in parts]))
+    assert torch.equal(slab.block(2, 5).view(torch.float32), torch.cat([part.flatten() for part in parts]))
 
 
 class FakeRuntime:
@@ -164,7 +167,7 @@ def test_memory_is_pinned_in_one_call_and_given_back(checkpoint: Checkpoint, mon
     runtime = FakeRuntime(0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     slab = HostSlab(checkpoint, torch.float32, True)
-    whole = (slab.blocks.data_ptr(), slab.blocks.numel() * 4)
+    whole = (slab.blocks.data_ptr(), slab.blocks.numel())
     assert slab.pinned
     assert runtime.registered == [whole]
     slab.close()

@@ -214,7 +214,7 @@ def test_measuring_runs_the_recorded_requests_again(make_engine: MakeEngine, tmp
         assert len(measured.tpot_ns) == len(measured.ttft_ns) == 3
         assert measured.tpot_ms == sorted(measured.tpot_ns)[1] / 1e6
     assert found[0].hit_rate == 0
-    assert found[0].bytes_per_token(engine.expert_bytes) == 6 * engine.expert_bytes
+    assert found[0].bytes_per_token(engine.layer_bytes) == 6 * engine.expert_bytes
     assert found[1].hit_rate > 0
     assert [m.capacity for m in found] == [(0, 0, 0), (8, 8, 8)]
 

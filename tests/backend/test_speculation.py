@@ -15,7 +15,7 @@ from tiny_models import CONTEXT
 from torch import Tensor
 
 from foreload.backend.engine import Engine, EngineOptions
-from foreload.backend.experts.slab import run_expert
+from foreload.backend.experts.blocks import run_expert
 from foreload.backend.models.checkpoint import Checkpoint
 from foreload.backend.observe import Routed
 from foreload.backend.predict import PREDICTORS, Predictor

@@ -34,6 +34,7 @@ def contract() -> dict[str, set[str]]:
     assert schema.__doc__ is not None
     rows = re.findall(r"^    (\w+) +(.*)$", schema.__doc__, flags=re.MULTILINE)
     known = {"bytes", "pinned", "context", "depth", "copies", "wait_us", "threads", "experts", "gpu", "cpu", "tokens"}
+    known.add("format")
     found = {}
     for probe, rest in rows:
         first = re.split(r"\s{2,}|(?<=threads) ", rest)[0]

@@ -3,8 +3,9 @@
 import pytest
 from sim_inputs import make_profile, make_shape
 
-from foreload.errors import FileError, MismatchError
-from foreload.profiler.schema import HardwareProfile
+from foreload.errors import FileError, MismatchError, SettingsError
+from foreload.formats import FORMATS, PackedFormat, block_layout
+from foreload.profiler.schema import HardwareProfile, Measurement
 from foreload.settings import Settings
 from foreload.simulator.costs import SCALE, CostModel, as_costs, split_costs, worst
 
@@ -124,3 +125,44 @@ def test_split_costs_are_contended():
     assert found.io_ns == pytest.approx(125_000, abs=2)
     assert found.cpu_ns.tolist() == pytest.approx([0, 90_000, 180_000], abs=2)
     assert found.gpu_ns.tolist() == pytest.approx([0, 24_000, 48_000], abs=2)
+
+
+def in_formats(*formats: tuple[PackedFormat, float, float]) -> HardwareProfile:
+    """A profile with experts measured alone: (format, microseconds of one on the device, on the CPU)."""
+    profile, found = make_profile(SHAPE), []
+    for name, gpu_us, cpu_us in formats:
+        for n in (1, 2):
+            for probe, us, at in (("gpu_format", gpu_us, {}), ("cpu_format", cpu_us, {"threads": 1})):
+                where = {"experts": n, "format": FORMATS.index(name), **at}
+                found.append(Measurement(probe=probe, at=where, p50_us=n * us, p95_us=n * us, repeats=9))
+    return HardwareProfile(meta=profile.meta, measurements=(*profile.measurements, *found))
+
+
+@pytest.mark.unit
+def test_another_format_shifts_experts_and_scales_copies() -> None:
+    profile = in_formats(("fp32", 10.0, 50.0), ("int8", 15.0, 20.0), ("bf16", 10.0, 5.0))
+    own = CostModel(profile, SHAPE)
+    gpu, cpu = own.experts_gpu_ns(2), own.experts_cpu_ns(2, 1)
+    assert own.for_settings(Settings()) is own
+    int8 = own.for_settings(Settings(expert_format="int8"))
+    assert int8.expert_bytes == block_layout("int8", SHAPE).bytes < own.expert_bytes
+    assert int8.for_settings(Settings(expert_format=("int8",) * 4)) is int8
+    assert (int8.experts_gpu_ns(0), int8.experts_gpu_ns(2)) == (0, gpu + 10_000)
+    assert (int8.experts_cpu_ns(0, 1), int8.experts_cpu_ns(2, 1)) == (0, cpu - 60_000)
+    assert int8.copy_ns < own.copy_ns
+    assert int8.copy_rate(1) == own.copy_rate(1)
+    assert int8.cpu_rate(2, 1) == own.cpu_rate(2, 1)
+    assert int8.both_rate(1, 1, 1) == own.both_rate(1, 1, 1)
+    assert own.for_settings(Settings(expert_format="bf16")).experts_cpu_ns(2, 1) == cpu - 90_000
+    assert int8.fresh().experts_cpu_ns(2, 1) == cpu - 60_000
+    split = split_costs(profile, SHAPE, Settings(expert_format="int8", miss_action="split"))
+    assert split.io_ns == int8.copy_ns * SCALE // int8.copy_rate(1)
+
+
+@pytest.mark.unit
+def test_formats_that_were_not_measured_or_differ_by_layer_are_refused() -> None:
+    costs = CostModel(in_formats(("fp32", 18.0, 50.0), ("fp8", 23.0, 20.0)), SHAPE)
+    with pytest.raises(MismatchError, match="expert_format mxfp4 was not measured: it was fp32, fp8"):
+        costs.for_settings(Settings(expert_format="mxfp4"))
+    with pytest.raises(SettingsError, match="expert_format bf16/fp8: layers in different formats can be run, not sim"):
+        costs.for_settings(Settings(expert_format=("fp8", "bf16", "fp8", "fp8")))

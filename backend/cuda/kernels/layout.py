@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from foreload.formats import MX_BLOCK, PackedFormat
+from foreload.formats import BlockLayout as PackedLayout
 from foreload.shape import ModelShape
 
 Format = Literal["float32", "bfloat16", "fp8", "int8", "mxfp4"]
@@ -56,28 +58,47 @@ class BlockLayout:
         return all(number % 16 == 0 for number in numbers)
 
 
-def float_layout(shape: ModelShape, dtype: Literal["float32", "bfloat16"]) -> BlockLayout:
-    """A block of plain weights as the slab holds it (`experts.slab.block_views`).
+_NAMES: dict[PackedFormat, Format] = {
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "fp8": "fp8",
+    "int8": "int8",
+    "mxfp4": "mxfp4",
+}
 
-    gate_up, down, then the biases of both; gate rows before up rows, or by turns if the activation is clamped.
+
+def kernel_layout(packed: PackedLayout, shape: ModelShape) -> BlockLayout:
+    """A block as slab and slots hold it (`foreload.formats`), for the kernels.
+
+    Gate rows come before up rows, or by turns if the activation is clamped.
     """
-    size: Literal[2, 4] = 4 if dtype == "float32" else 2
-    hidden, width = shape.hidden, shape.expert_width
-    row, matrix = hidden * size, hidden * width * size
-    turns = shape.activation == "swiglu_oai"
-    pace, second, next_bias = (2, row, size) if turns else (1, matrix, width * size)
-    bias = 3 * matrix if shape.expert_bias else -1
-    up_bias, down_bias = (bias + next_bias, bias + 2 * width * size) if shape.expert_bias else (-1, -1)
+    width, turns = packed.width, shape.activation == "swiglu_oai"
+    pace, second = (2, 1) if turns else (1, width)  # rows of gate_up from one gate to the next, and to the first up
+    bias_bytes: Literal[2, 4] = 2 if packed.format == "bf16" else 4
+
+    def part(at: int, scales: int, bias: int, columns: int, first: int = 0, step: int = 1) -> Part:
+        row = packed.row_bytes(columns)
+        scale = -(-columns // MX_BLOCK) if packed.format == "mxfp4" else 4
+        return Part(
+            at + first * row,
+            step * row,
+            scales + first * scale if scales >= 0 else -1,
+            step * scale if scales >= 0 else 0,
+            bias + first * bias_bytes if bias >= 0 else -1,
+            step * bias_bytes if bias >= 0 else 0,
+        )
+
+    gate_up = packed.gate_up, packed.gate_up_scale, packed.gate_up_bias, packed.hidden
     return BlockLayout(
-        dtype,
-        hidden,
+        _NAMES[packed.format],
+        packed.hidden,
         width,
-        gate=Part(0, pace * row, bias=bias, bias_stride=pace * size),
-        up=Part(second, pace * row, bias=up_bias, bias_stride=pace * size),
-        down=Part(2 * matrix, width * size, bias=down_bias, bias_stride=size),
-        block_bytes=shape.expert_bytes(dtype),
+        gate=part(*gate_up, 0, pace),
+        up=part(*gate_up, second, pace),
+        down=part(packed.down, packed.down_scale, packed.down_bias, width),
+        block_bytes=packed.bytes,
         activation=shape.activation,
         alpha=shape.swiglu_alpha,
         limit=shape.swiglu_limit,
-        bias_bytes=size,
+        bias_bytes=bias_bytes,
     )

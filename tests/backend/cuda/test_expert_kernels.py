@@ -10,10 +10,12 @@ import torch
 from blocks import any_layout, random_blocks
 from torch import Tensor
 
-from foreload.backend.cuda.kernels.layout import FORMATS, BlockLayout, float_layout
+from foreload.backend.cuda.kernels.layout import FORMATS, BlockLayout, kernel_layout
 from foreload.backend.cuda.kernels.ops import ExpertBuffers
 from foreload.backend.cuda.kernels.torch_ops import TorchOps
-from foreload.backend.experts.slab import block_views, run_expert
+from foreload.backend.experts.blocks import BlockCodec, run_expert
+from foreload.formats import FORMATS as PACKED_FORMATS
+from foreload.formats import PackedFormat, block_layout
 from foreload.shape import ModelShape
 
 pytest.importorskip("triton")
@@ -71,9 +73,9 @@ def test_equal_to_torch(format_: Any, activation: Any, generator: torch.Generato
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("packed", PACKED_FORMATS)
 @pytest.mark.parametrize("oai", [False, True])
-def test_layout_of_the_slab(shape: ModelShape, oai: bool, dtype: Any, generator: torch.Generator) -> None:
+def test_layout_of_the_slab(shape: ModelShape, oai: bool, packed: PackedFormat, generator: torch.Generator) -> None:
     """Kernels read blocks as the slab writes them, and agree with the experts of the torch path."""
     clamped: dict[str, Any] = {
         "activation": "swiglu_oai",
@@ -81,14 +83,19 @@ def test_layout_of_the_slab(shape: ModelShape, oai: bool, dtype: Any, generator:
         "swiglu_limit": 2.0,
         "expert_bias": True,
     }
-    shape = replace(shape, **clamped) if oai else shape
-    kind = getattr(torch, dtype)
-    blocks = (torch.randn(2, shape.expert_weights, generator=generator) / 3).to(kind)
+    shape = replace(shape, hidden=64, expert_width=32, **(clamped if oai else {}))
+    codec = BlockCodec(block_layout(packed, shape), shape, torch.float32)
+    blocks = torch.zeros(2, codec.layout.bytes, dtype=torch.uint8)
+    sizes = {"gate_up": (64, 64), "down": (64, 32), **({"gate_up_bias": (64,), "down_bias": (64,)} if oai else {})}
+    for block in blocks:
+        for name, size in sizes.items():
+            codec.write(block, name, torch.randn(size, generator=generator) / 3)  # type: ignore[arg-type]
+    kind = torch.float32 if packed == "fp32" else torch.bfloat16
     x = torch.randn(1, shape.hidden, generator=generator).to(kind)
-    out = run(OPS, float_layout(shape, dtype), blocks.to(DEVICE), x.to(DEVICE), torch.tensor([[1, 0]]))
+    out = run(OPS, kernel_layout(codec.layout, shape), blocks.to(DEVICE), x.to(DEVICE), torch.tensor([[1, 0]]))
     for rank, expert in enumerate((1, 0)):
-        views = block_views(blocks[expert].float(), shape)
-        torch.testing.assert_close(out[rank], run_expert(x.float(), *views)[0], rtol=1e-4, atol=1e-4)
+        expected = run_expert(x.float(), *codec.views(blocks[expert]))[0]
+        torch.testing.assert_close(out[rank], expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.unit

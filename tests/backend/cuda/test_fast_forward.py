@@ -14,7 +14,7 @@ from tiny_models import CONTEXT
 from foreload.backend.cuda.copies import NativeCopies, NativeOrder
 from foreload.backend.cuda.forward import FastForward, FastParts
 from foreload.backend.cuda.issue import Issuer, issue_library
-from foreload.backend.cuda.kernels.layout import float_layout
+from foreload.backend.cuda.kernels.layout import kernel_layout
 from foreload.backend.cuda.kernels.torch_ops import TorchOps
 from foreload.backend.cuda.open import open_copies
 from foreload.backend.cuda.programs import Program
@@ -66,7 +66,7 @@ def accelerate(engine: Engine, seed: int, poison: bool = True) -> FakeDevice:
         ops=TorchOps(),
         issuer=issuer,
         capture=device,
-        layout=float_layout(engine.shape, "float32"),
+        layout=kernel_layout(engine.slab.layout(0), engine.shape),
         stream=lambda: 0,
         idle=lambda: device.idle,
     )

@@ -1,0 +1,18 @@
+"""How many bytes went to the device, from the brain's counters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foreload.backend.policy import Counter
+
+COPIES = (Counter.FETCHED, Counter.PREFETCHED, Counter.UPLOADED)
+
+
+def copied_bytes(counters: NDArray[np.int64], layer_bytes: Sequence[int]) -> int:
+    """Bytes of all copies; counters [MoE layers, len(Counter)], layer_bytes [MoE layers] of one expert each."""
+    experts = counters[:, list(COPIES)].sum(axis=1)
+    return int(experts @ np.asarray(layer_bytes, np.int64))

@@ -1,0 +1,76 @@
+"""Packing expert weights and unpacking them again, in plain torch: the reference of every kernel (`foreload.formats`).
+
+int8, fp8: each row is divided by its largest magnitude over 127 or 448 and rounded to nearest, ties to even. mxfp4: the
+power of two of OCP Microscaling Formats 1.0 (section 6.3), or the next one where that leaves a smaller squared error;
+weights which were mxfp4 before come back exactly.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from foreload.backend.models.packed import MX_BIAS, MX_NAN, unpack_mxfp4
+from foreload.formats import MX_BLOCK, PackedFormat
+
+INT8_MOST, FP8_MOST, FP4_MOST_EXPONENT = 127.0, 448.0, 2
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+
+
+def pack_rows(weights: Tensor, format: PackedFormat) -> tuple[Tensor, Tensor | None]:
+    """Float weights [rows, columns] as packed rows and their scales, both on the same device.
+
+    fp32, bf16: [rows, columns], no scales; int8, fp8: [rows, columns] and fp32 [rows]; mxfp4: uint8 [rows, 16 b] and
+    uint8 [rows, b] for b blocks of 32. Weights must be finite.
+    """
+    if format in ("fp32", "bf16"):
+        return weights.to(TORCH_DTYPES[format]), None
+    weights = weights.float()
+    if format == "mxfp4":
+        return _pack_mxfp4(weights)
+    most = INT8_MOST if format == "int8" else FP8_MOST
+    scales = weights.abs().amax(1) / most
+    scaled = weights / torch.where(scales > 0, scales, 1.0)[:, None]
+    rounded = scaled.round() if format == "int8" else scaled
+    return rounded.clamp(-most, most).to(TORCH_DTYPES[format]), scales
+
+
+def unpack_rows(rows: Tensor, scales: Tensor | None, format: PackedFormat, columns: int) -> Tensor:
+    """fp32 [rows, columns] (bf16 for bf16) of what `pack_rows` gave."""
+    if scales is None:
+        return rows
+    if format == "mxfp4":
+        blocks = rows.view(len(rows), -1, MX_BLOCK // 2)
+        found = unpack_mxfp4(blocks, scales)
+        nan = (scales == MX_NAN).repeat_interleave(MX_BLOCK, 1)
+        return found.masked_fill_(nan, float("nan"))[:, :columns]
+    return rows.float() * scales[:, None]
+
+
+def _pack_mxfp4(weights: Tensor) -> tuple[Tensor, Tensor]:
+    rows, columns = weights.shape
+    blocks = F.pad(weights, (0, -columns % MX_BLOCK)).view(-1, MX_BLOCK)
+    most = blocks.abs().amax(-1)
+    exponents = torch.frexp(most).exponent - 1 - FP4_MOST_EXPONENT  # floor(log2) over that of the largest e2m1 value
+    exponents = torch.where(most > 0, exponents, -MX_BIAS).clamp(-MX_BIAS, MX_BIAS - 1)
+    codes, error = _e2m1(blocks, exponents)
+    # Only where the largest weight is cut off can the next power be better: its values are among this one's.
+    cut = torch.nonzero(most > 6 * torch.ldexp(torch.ones_like(most), exponents))[:, 0]
+    next_codes, next_error = _e2m1(blocks[cut], exponents[cut] + 1)
+    better = next_error < error[cut]
+    codes[cut[better]] = next_codes[better]
+    exponents[cut[better]] += 1
+    packed = codes[:, 0::2] | (codes[:, 1::2] << 4)
+    return packed.view(rows, -1), (exponents + MX_BIAS).to(torch.uint8).view(rows, -1)
+
+
+def _e2m1(blocks: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes of the nearest e2m1 values, ties to the even mantissa, and each block's squared error."""
+    unit = torch.ldexp(torch.ones_like(blocks[:, 0]), exponents)
+    magnitude = blocks.abs() / unit[:, None]
+    step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+    values = (magnitude / step).round_().mul_(step).clamp_(max=6.0)
+    codes = torch.where(values < 2, 2 * values, torch.where(values < 4, values + 2, values / 2 + 4)).to(torch.uint8)
+    error = (values - magnitude).square_().sum(-1) * unit.square()
+    return codes | ((blocks < 0) & (values > 0)).to(torch.uint8) << 3, error

@@ -1,0 +1,106 @@
+"""Experts in each format, beside nothing: what `CostModel` shifts costs by for a format the engine did not run in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from foreload.backend.experts.blocks import BlockCodec, ExpertViews, run_expert
+from foreload.backend.experts.cpu import make_cpu_experts
+from foreload.backend.experts.pool import SlotPool
+from foreload.formats import FORMATS, BlockLayout, PackedFormat, block_layout
+from foreload.profiler.bench import Bench
+from foreload.profiler.schema import Measurement
+from foreload.profiler.stats import gpu_microseconds, host_samples, summarise
+
+SCRATCH_BYTES = 64 << 20
+"""More than caches keep, so that experts are read from memory as they are in decode."""
+
+
+class ScratchExperts:
+    """Experts of one layer in some format, all the same weights at different places: `ExpertBlocks` without a model."""
+
+    def __init__(self, bench: Bench, format: PackedFormat) -> None:
+        shape = bench.shape
+        self.dtype = bench.decoder.embedding.dtype
+        codec = BlockCodec(block_layout(format, shape), shape, self.dtype)
+        most, size = shape.experts * shape.n_moe_layers, codec.layout.bytes
+        count = min(most, max(2 * shape.top_k, SCRATCH_BYTES // size))
+        self.shape = replace(shape, layers=1, moe_layers=(0,), experts=count)
+        self.codec = codec
+        one = torch.zeros(size, dtype=torch.uint8)
+        generator = torch.Generator().manual_seed(0)
+        hidden, width = shape.hidden, shape.expert_width
+        codec.write(one, "gate_up", torch.randn(2 * width, hidden, generator=generator) / hidden**0.5)
+        codec.write(one, "down", torch.randn(hidden, width, generator=generator) / width**0.5)
+        self.blocks = one.repeat(count).view(count, size)
+
+    def layout(self, layer: int) -> BlockLayout:
+        """How blocks are packed."""
+        return self.codec.layout
+
+    def addresses(self) -> NDArray[np.int64]:
+        """Host addresses, [1, experts]."""
+        start, size = self.blocks.data_ptr(), self.codec.layout.bytes
+        return (start + size * np.arange(self.shape.experts, dtype=np.int64))[None]
+
+    def views(self, layer: int, expert: int) -> ExpertViews:
+        """One expert's tensors."""
+        return self.codec.views(self.blocks[expert])
+
+
+def by_format(bench: Bench, rounds: int, threads: tuple[int, ...]) -> Iterator[Measurement]:
+    """`gpu_format` and `cpu_format` for the engine's own format and all that can be chosen."""
+    own = bench.engine.formats[0]
+    for format in FORMATS:
+        if format != "fp32" or format == own:
+            scratch = ScratchExperts(bench, format)
+            yield from _on_device(bench, scratch, rounds)
+            for count in threads:
+                yield from _on_cpu(bench, scratch, rounds, count)
+
+
+def _on_device(bench: Bench, scratch: ScratchExperts, rounds: int) -> Iterator[Measurement]:
+    device, k = bench.engine.device, bench.shape.top_k
+    pool = SlotPool([scratch.codec], scratch.codec.layout.bytes, device)
+    pool.grow(min(scratch.shape.experts, 4 * k))
+    for slot in range(len(pool)):
+        pool.slot(slot).copy_(scratch.blocks[slot])
+    x = bench.hidden()
+    out = torch.empty(k, bench.shape.hidden, device=device, dtype=x.dtype)
+
+    def block(count: int) -> Callable[[int], object]:
+        def run(i: int) -> None:
+            for n in range(count):
+                out[n].copy_(run_expert(x, *pool.views((i * count + n) % len(pool), 0))[0])
+
+        return run
+
+    for count in range(1, k + 1):
+        samples = host_samples(block(count), rounds, device)
+        gpu_us = gpu_microseconds(block(count), rounds, device)
+        yield summarise("gpu_format", samples, gpu_us, experts=count, format=FORMATS.index(scratch.codec.layout.format))
+
+
+def _on_cpu(bench: Bench, scratch: ScratchExperts, rounds: int, threads: int) -> Iterator[Measurement]:
+    cpu = make_cpu_experts(scratch, threads)
+    x, zero = bench.hidden().cpu(), np.zeros(1, np.int64)
+    try:
+        for count in range(1, bench.shape.top_k + 1):
+
+            def run(i: int, count: int = count) -> Tensor:
+                experts = [(i * count + n) % scratch.shape.experts for n in range(count)]
+                out = cpu.submit(0, experts, x, [zero] * count)
+                cpu.join()
+                return out
+
+            samples = host_samples(run, rounds, x.device)
+            number = FORMATS.index(scratch.codec.layout.format)
+            yield summarise("cpu_format", samples, experts=count, threads=threads, format=number)
+    finally:
+        cpu.close()
