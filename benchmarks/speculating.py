@@ -121,7 +121,8 @@ def show(console: Console, found: dict[str, Any], report: QualityReport, single:
     console.print(table("Loss of one layer alone", ("", *map(str, layers)), rows, "measured"))
     for model in ("qwen3-30b-a3b", "gpt-oss-20b"):
         rows = [(task, *(f"{v:.3f}" for v in values)) for task, values in PAPER[model].items()]
-        console.print(table(f"Published accuracy, {model}", ("", *PAPER["columns"]), rows, PAPER["source"]))
+        console.print(table(f"Published accuracy, {model}", ("", *PAPER["columns"]), rows))
+    console.print(f"Published: {PAPER['source']}")
 
 
 def main(args: Sequence[str] | None = None) -> None:
