@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from foreload.backend.predict.network import Estimator
+from foreload.backend.predict.network import Estimator, Frozen
 from foreload.errors import FileError, MismatchError
 from foreload.files import atomic_path, parse_model, read_bytes, read_mapping, write_text
 
@@ -68,7 +69,12 @@ class Calibration:
 
     def estimate(self, source: int, q: Tensor) -> Tensor:
         """Scores [n, E] of the layer after `source` by the network."""
-        return self.estimator.at(source, q.to(self.estimator.down.weight.dtype))
+        return self._frozen.scores(source, q.to(self._frozen.dtype))
+
+    @cached_property
+    def _frozen(self) -> Frozen:
+        """The estimator as it was when first asked."""
+        return Frozen(self.estimator)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Calibration:
         """A copy on `device`: vectors and network in `dtype`."""
