@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import CONTEXT
+from tiny_models import CONTEXT, words
 from torch import Tensor
 
 from foreload.backend.engine import Engine, EngineOptions
@@ -19,8 +19,13 @@ from foreload.backend.experts.blocks import run_expert
 from foreload.backend.models.checkpoint import Checkpoint
 from foreload.backend.observe import Routed
 from foreload.backend.predict import PREDICTORS, Predictor
+from foreload.backend.recorder import Prompt, record
+from foreload.backend.server.recording import LiveRecording
+from foreload.errors import FileError, MismatchError, UsageError
 from foreload.settings import Settings
-from foreload.traces.schema import PREFILL
+from foreload.simulator.workload import load_requests
+from foreload.traces.io import read_trace
+from foreload.traces.schema import DECODE, PREFILL
 
 PROMPT = [3, 14, 15, 9, 26, 53, 58, 9, 7, 9]
 TOKENS = 14
@@ -189,3 +194,44 @@ def test_windows_execute_what_single_tokens_do(make_engine: MakeEngine, calibrat
                     engine.forward.report(part, len(PROMPT) + at, len(part), verify=False)
     one = np.concatenate([step.experts for step in single.forwards])
     assert np.array_equal(one, wide.forwards[0].experts)
+
+
+GUESSING = Settings(cache_ratio=0.5, predictor="estimator", prefetch_depth=1, speculate_layers="all")
+
+
+@pytest.mark.integration
+def test_recordings_say_what_was_executed(make_engine: MakeEngine, calibration: Path, tmp_path: Path) -> None:
+    engine = make_engine(GUESSING, calibration=calibration)
+    texts = [Prompt("", words(*PROMPT)), Prompt("", words(*PROMPT[::-1]))]
+    record(engine, texts, tmp_path / "t.parquet", max_tokens=6, rolled=True, depth=2, stop=False)
+    trace = read_trace(tmp_path / "t.parquet")
+    assert (trace.meta.speculated, trace.meta.speculated_by) == ((1, 2), "estimator")
+    decode = trace.phase == DECODE
+    assert np.array_equal(trace.experts[decode, 1:], trace.predictions["estimator", 1][decode, 1:, :2])
+    names = {(p.predictor, p.depth) for p in trace.meta.predictions}
+    assert names == {
+        *((name, depth) for name in PREDICTORS for depth in (1, 2)),
+        *((f"{name}_rolled", 2) for name in PREDICTORS),
+    }
+    requests = load_requests(trace, engine.shape, GUESSING)
+    assert not any(request.assumed for request in requests)
+    with pytest.raises(MismatchError, match="record again"):
+        load_requests(trace, engine.shape, GUESSING.changed(speculate_layers=(1,)))
+    with pytest.raises(UsageError, match="predictor 'oracle' cannot be recorded: gate, quasi_hidden"):
+        record(engine, texts, tmp_path / "u.parquet", predictors=["oracle"])
+
+
+@pytest.mark.integration
+def test_a_live_recording_ends_where_other_layers_speculate(
+    make_engine: MakeEngine, calibration: Path, tmp_path: Path
+) -> None:
+    engine = make_engine(calibration=calibration)
+    live = LiveRecording(engine, tmp_path)
+    live.start("t.parquet", weights=False, depth=1, width=None)
+    for chosen in (Settings(cache_ratio=0.5), GUESSING):
+        engine.apply(chosen)
+        with live.request() as observer:
+            engine.generate(PROMPT, 4, observer=observer, stop=False)
+    with pytest.raises(FileError, match="speculate_layers has changed since the recording began"):
+        live.stop()
+    assert not (tmp_path / "t.parquet").exists()

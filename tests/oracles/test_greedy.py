@@ -123,6 +123,24 @@ def test_same_text_with_prefetch_and_prompt_chunks(
     assert ties <= 1
 
 
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "ahead",
+    [
+        {"predictor": "quasi_hidden", "prefetch_depth": 2},
+        {"predictor": "estimator", "prefetch_depth": 1, "prefetch_width": 8},
+        {"predictor": "hybrid", "prefetch_depth": 4, "prefetch_rolled": True},
+    ],
+    ids=lambda value: value["predictor"],
+)
+def test_same_text_whatever_predicts(
+    engine: Engine, oracle: Reference, prompts: list[list[int]], ahead: dict[str, Any]
+) -> None:
+    ties, counted = run(engine, oracle, prompts[:3], 24, Settings.parse({"cache_ratio": 0.1, **ahead}))
+    assert counted[Counter.PREFETCHED] > 0
+    assert ties <= 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("ratio", RATIOS)

@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from running_server import Running
 
 from foreload.backend.policy.state import DECODE
+from foreload.backend.predict import PREDICTORS
 from foreload.backend.server.recording import LiveRecording
 from foreload.traces import schema
 from foreload.traces.io import partial_folder, read_trace
@@ -57,7 +58,8 @@ def test_requests_that_begin_while_it_runs(recording: Running, tmp_path: Path) -
         assert rows.position.tolist() == list(range(rows.rows))
         assert (rows.phase == schema.PREFILL).sum() == len(engine.tokenizer.encode(prompt))
     assert trace.meta.has_weights
-    assert [(p.predictor, p.depth, p.width) for p in trace.meta.predictions] == [("gate", 1, 5)]
+    columns = [(p.predictor, p.depth, p.width) for p in trace.meta.predictions]
+    assert columns == [(name, 1, 5) for name in PREDICTORS]
     assert (begin(ask).status, begin(ask).error["message"]) == (409, "live.parquet exists already: give another name")
 
 
