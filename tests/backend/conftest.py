@@ -8,16 +8,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from tiny_models import CONTEXT, save_calibration, save_tiny
+from tiny_models import CONTEXT, made_up_costs, save_calibration, save_tiny
 
 from foreload.backend.engine import Engine, EngineOptions
 from foreload.backend.models.checkpoint import Checkpoint
-from foreload.backend.policy import SplitCosts
 from foreload.settings import Settings
 
 
@@ -37,12 +35,6 @@ def spoilt(tiny: Path, tmp_path: Path) -> Path:
 def calibration(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a made-up calibration of the tiny model; not to be changed."""
     return save_calibration(tmp_path_factory.mktemp("calibration") / "tiny", tiny)
-
-
-def made_up_costs(settings: Settings) -> SplitCosts:
-    """A copy takes as long as an expert on the CPU: of two absent experts one is fetched."""
-    n = np.arange(3, dtype=np.int64)
-    return SplitCosts(io_ns=100, gpu_ns=10 * n, cpu_ns=100 * n)
 
 
 @pytest.fixture

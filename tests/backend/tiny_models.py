@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from foreload.backend.models.checkpoint import Checkpoint
+from foreload.backend.policy import SplitCosts
 from foreload.backend.predict.calibration import Calibration, CalibrationMeta
 from foreload.backend.predict.network import Estimator
 from foreload.budget import fixed_bytes
@@ -98,6 +100,12 @@ def save_calibration(folder: Path, model: Path, seed: int = 0, **meta: Any) -> P
     dv, shared = torch.randn(layers, experts, hidden), torch.randn(layers, hidden) / 4
     Calibration(made, dv, shared, estimator).save(folder)
     return folder
+
+
+def made_up_costs(settings: Settings) -> SplitCosts:
+    """A copy takes as long as an expert on the CPU: of two absent experts one is fetched."""
+    n = np.arange(3, dtype=np.int64)
+    return SplitCosts(io_ns=100, gpu_ns=10 * n, cpu_ns=100 * n)
 
 
 def vram_for(shape: ModelShape, slots: int, settings: Settings | None = None, context: int = CONTEXT) -> int:
