@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from math import log10
 from typing import Any
 
@@ -13,12 +14,32 @@ from numpy.typing import NDArray
 from foreload.dashboard.report import KIND_NAMES
 from foreload.simulator.timeline import TimelineEvent
 
-WORK = ("#0d9488", "#0284c7", "#7c8ba1", "#65a30d", "#5eaaa8", "#6366f1", "#8b5cf6", "#94a3b8", "#2f855a", "#4f6d9a")
-STALL = ("#dc2626", "#f59e0b", "#ec4899", "#b45309", "#fbbf24")
+KINDS = {
+    "attention": "#0d9488",
+    "experts_gpu": "#65a30d",
+    "experts_cpu": "#a3b18a",
+    "route": "#0284c7",
+    "plan": "#6366f1",
+    "finish": "#5eaaa8",
+    "predict": "#8b5cf6",
+    "embed": "#7c8ba1",
+    "head": "#4f6d9a",
+    "cold": "#94a3b8",
+    "interrupt": "#c4b5fd",
+    "fetch": "#0ea5e9",
+    "prefetch": "#a855f7",
+    "upload": "#64748b",
+    "wait_link": "#dc2626",
+    "wait": "#dc2626",
+    "wake": "#f59e0b",
+    "wait_cpu": "#ec4899",
+    "wait_issue": "#b45309",
+    "wait_gpu": "#fbbf24",
+}
+"""Each kind of work in a cool colour and each kind of waiting in a warm one, the same in every figure."""
+OTHERS = ("#2f855a", "#1d4ed8", "#0f766e", "#7e22ce", "#475569")
 LINES = ("#0d9488", "#0284c7", "#d97706", "#8b5cf6", "#64748b", "#dc2626", "#65a30d")
 DEFAULT, CHOSEN, BOUND, MEASURED = "#94a3b8", "#0d9488", "#dc2626", "#16a34a"
-WAITS = {"wait_link": 0, "wait": 0, "wake": 1, "wait_cpu": 2, "wait_issue": 3, "wait_gpu": 4}
-"""Kinds of waiting, each with its own warm colour in every figure."""
 STREAMS = ("cpu", "link", "gpu", "host")
 STREAM_NAMES = {"host": "decoding thread", "gpu": "GPU", "link": "link", "cpu": "CPU experts"}
 TICKS = [digit * 10.0**power for power in range(-3, 6) for digit in (1, 2, 5)]
@@ -78,9 +99,8 @@ def time_bars(
 
 
 def _colours(kinds: Sequence[str]) -> dict[str, str]:
-    """Warm ones for waits, cool ones for work."""
-    work = iter(WORK * 3)
-    return {kind: STALL[WAITS[kind]] if kind in WAITS else next(work) for kind in kinds}
+    others = cycle(OTHERS)
+    return {kind: KINDS.get(kind) or next(others) for kind in kinds}
 
 
 def gantt(events: Sequence[TimelineEvent]) -> go.Figure:

@@ -11,7 +11,7 @@ import typer
 from foreload.cli.output import JsonFlag, Output
 from foreload.errors import UsageError
 
-THEME = {"theme.primaryColor": "#0d9488", "theme.baseRadius": "0.4rem"}
+THEME = {f"theme.{mode}.primaryColor": "#0d9488" for mode in ("light", "dark")}
 
 
 def dashboard(
