@@ -14,7 +14,16 @@ from foreload.dashboard.app.data import Dataset
 from foreload.dashboard.app.url import seed
 from foreload.dashboard.app.view import View
 from foreload.errors import ForeloadError, SettingsError
-from foreload.settings import MAX_GAMMA, MAX_PREFETCH_DEPTH, Draft, Settings, check_slots, staging_slots
+from foreload.settings import (
+    MAX_GAMMA,
+    MAX_PREFETCH_DEPTH,
+    NEXT_STEP,
+    Draft,
+    Settings,
+    Utility,
+    check_slots,
+    staging_slots,
+)
 from foreload.simulator.whatif import Machine
 from foreload.units import format_bytes
 
@@ -115,11 +124,17 @@ def _decisions(found: Dataset) -> dict[str, Any]:
     fields["miss_action"] = miss
     if miss == "split":
         fields["split_rule"] = _choice("Split by", _options("split_rule"), "split")
+        if fields["split_rule"] == "tau":
+            levels = ("auto", *map(str, range(1, Utility().k + 2)))
+            tau = _choice("Threshold τ", levels, "tau", help="Absent experts whose utility is at least τ are fetched.")
+            fields["utility"] = {"tau": tau if tau == "auto" else int(tau)}
     threads = data.costs(found.source.name, Machine()).cpu_threads
     if miss != "fetch" and threads:
         fields["cpu_threads"] = _choice("CPU threads", threads, "threads", threads[-1])
     predictor = _choice("Predictor", _options("predictor"), "predictor")
-    if predictor != "none":
+    if predictor in NEXT_STEP:
+        fields["predictor"] = predictor
+    elif predictor != "none":
         recorded = found.trace.meta.predictions
         deepest = min(MAX_PREFETCH_DEPTH, max((one.depth for one in recorded), default=1))
         widths = range(1, max([found.shape.top_k, *(one.width for one in recorded)]) + 1)
@@ -183,9 +198,11 @@ def look_at(settings: Settings) -> None:
         values.update(cache=SHARE, share=round(settings.cache_ratio * 100))
     else:
         values.update(cache=FILLS)
-    values.update(draft=settings.draft.kind, gamma=settings.draft.gamma)
-    shown = {*CONTROLS, "slots_per_layer", "cache_ratio", "draft"}
-    rest = {k: v for k, v in settings.model_dump(mode="json", exclude_defaults=True).items() if k not in shown}
+    values.update(draft=settings.draft.kind, gamma=settings.draft.gamma, tau=str(settings.utility.tau))
+    rest = settings.model_dump(mode="json", exclude_defaults=True)
+    if settings.utility == Utility(tau=settings.utility.tau) and settings.split_rule == "tau":
+        rest.pop("utility", None)
+    rest = {k: v for k, v in rest.items() if k not in (*CONTROLS, "slots_per_layer", "cache_ratio", "draft")}
     values["more"] = json.dumps(rest) if rest else ""
     for name, value in values.items():
         if value not in (None, 0):

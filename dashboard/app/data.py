@@ -92,8 +92,17 @@ class Dataset:
     @cached_property
     def use(self) -> NDArray[np.int64]:
         """Tokens per MoE layer and expert in decoding, [L, E]."""
-        rows = self.trace.experts[self.trace.phase == DECODE]
-        experts = self.shape.experts
+        return self._use(self.trace.phase == DECODE)
+
+    @cached_property
+    def use_before(self) -> NDArray[np.int64]:
+        """The same of the requests before those that are simulated; of all, if there are none before."""
+        decoded = self.trace.phase == DECODE
+        before = decoded & ~np.isin(self.trace.request, self.requests)
+        return self._use(before if before.any() else decoded)
+
+    def _use(self, chosen: NDArray[np.bool_]) -> NDArray[np.int64]:
+        rows, experts = self.trace.experts[chosen], self.shape.experts
         return np.array([np.bincount(rows[:, at].ravel(), minlength=experts) for at in range(self.shape.n_moe_layers)])
 
     def describe(self) -> str:
@@ -152,16 +161,23 @@ def costs(name: str, machine: Machine) -> CostModel:
 
 @lru_cache(maxsize=KEPT)
 def predict(name: str, machine: Machine, settings: Settings, capacity: tuple[int, ...]) -> SimResult:
-    """What the settings would do on the source's last requests, from a cold start."""
+    """What the settings would do on the source's last requests, from a cold start.
+
+    Only `static` starts with experts: those that the requests before use most.
+    """
     data = load(name)
-    return simulate(data.trace, costs(name, machine), data.shape, settings, capacity, data.requests)
+    warm = data.use_before if settings.eviction == "static" else None
+    return simulate(data.trace, costs(name, machine), data.shape, settings, capacity, data.requests, warm=warm)
 
 
 @lru_cache(maxsize=16)
 def timeline(name: str, machine: Machine, settings: Settings, capacity: tuple[int, ...], request: int) -> SimResult:
     """One request with every span of host, device, link and CPU."""
     data = load(name)
-    return simulate(data.trace, costs(name, machine), data.shape, settings, capacity, [request], timeline=True)
+    warm = data.use_before if settings.eviction == "static" else None
+    return simulate(
+        data.trace, costs(name, machine), data.shape, settings, capacity, [request], timeline=True, warm=warm
+    )
 
 
 @lru_cache(maxsize=KEPT)

@@ -151,6 +151,18 @@ def test_what_the_recording_does_not_hold_is_named() -> None:
     assert metric(recorded, "Time per token").endswith(" ms")
 
 
+@pytest.mark.parametrize("eviction", ["static", "utility", "random"])
+def test_every_eviction_is_simulated(eviction: str) -> None:
+    script = start(eviction=eviction)
+    assert metric(script, "Time per token").endswith(" ms")
+
+
+def test_the_threshold_of_a_split() -> None:
+    script = start(miss="split", split="tau", tau="2", predictor="utility")
+    assert (script.selectbox(key="tau").value, script.selectbox(key="predictor").value) == ("2", "utility")
+    assert metric(script, "Time per token").endswith(" ms")
+
+
 def test_the_other_source_is_a_real_link_without_validation() -> None:
     script = start(source=H200)
     assert "error unknown on this machine" in captions(script)
