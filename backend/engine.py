@@ -37,6 +37,7 @@ from foreload.backend.predict import Predictor
 from foreload.backend.predict.lens import Lens
 from foreload.backend.predict.lookahead import Shadow
 from foreload.backend.predict.workshop import Workshop
+from foreload.backend.replay import Replay, ReplayStep
 from foreload.backend.sampling import Sampler, Sampling
 from foreload.backend.speculate.accept import judge
 from foreload.backend.speculate.drafts import Drafts
@@ -308,6 +309,51 @@ class Engine:
                     steps.append(DecodeStep(time.perf_counter_ns() - start, drafted, len(tokens)))
                     add(tokens)
             return Generation(len(prompt_ids), text[len(prompt_ids) :], ttft_ns, steps, self.brain.counters - before)
+
+    def replay(
+        self, recorded: Replay, request: int, most: int | None = None, context: int | None = None, skip: int = 0
+    ) -> Generation:
+        """Run the decode steps of a recorded request again, at most `most`; the recording says what they route.
+
+        The prompt is fed first, routed by the model itself; with `context` it is not, and steps begin at that position
+        over whatever keys and values are there. The first `skip` steps are left out. SettingsError names what the
+        recording does not hold, UsageError what does not fit into the context.
+        """
+        recorded.check(self.settings)
+        steps = recorded.steps(request)[skip:][:most]
+        prompt = recorded.prompt(request) if context is None else []
+        position = len(prompt) or context or 0
+        needed = position + sum(step.emitted for step in steps) + self.settings.draft.gamma
+        if needed > self.options.context_tokens:
+            raise UsageError(f"replay: {needed} positions do not fit in the context of {self.options.context_tokens}")
+        with self._request, torch.inference_mode(), self.forward.watched(None):
+            self.place_helpers()
+            before, text, done = self.brain.counters.copy(), list(prompt), list[DecodeStep]()
+            sampler, start = Sampler(Sampling()), time.perf_counter_ns()
+            if prompt:
+                self._prefill(prompt, Follower())
+            ttft_ns = time.perf_counter_ns() - start
+            self.forward.follow(recorded)
+            try:
+                for step in steps:
+                    start = time.perf_counter_ns()
+                    self._replay_step(recorded, step, text, position, sampler)
+                    done.append(DecodeStep(time.perf_counter_ns() - start, len(step.token_ids) - 1, step.emitted))
+                    text += step.token_ids[: step.emitted]
+                    position += step.emitted
+            finally:
+                self.forward.follow(None)
+            return Generation(len(prompt), text[len(prompt) :], ttft_ns, done, self.brain.counters - before)
+
+    def _replay_step(
+        self, recorded: Replay, step: ReplayStep, text: list[int], position: int, sampler: Sampler
+    ) -> None:
+        """One recorded step; what is drafted and drawn costs its time and is forgotten."""
+        with self._turns.turn():
+            if self._drafts.on and text:
+                self._drafts.propose(text, len(step.token_ids) - 1, sampler)
+            recorded.row = step.row
+            sampler.draw(self.forward.decode(step.token_ids, position)[-1])
 
     def _step(
         self, text: list[int], most: int, sampler: Sampler, follower: Follower, stop_ids: frozenset[int]

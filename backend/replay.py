@@ -55,8 +55,8 @@ class Replay:
     def check(self, settings: Settings) -> None:
         """SettingsError names what the settings use and the recording does not hold."""
         drafted = bool((self.trace.phase == DRAFT_VERIFY).any())
-        recorded = self.trace.meta.sampling.get("draft") or {}
-        kind, gamma = (recorded.get("kind", "?"), recorded.get("gamma", 0)) if drafted else ("none", 0)
+        sampling = self.trace.meta.sampling
+        kind, gamma = (sampling.get("draft", "?"), sampling.get("gamma", 0)) if drafted else ("none", 0)
         if (settings.draft.kind, settings.draft.gamma) != (kind, gamma):
             raise SettingsError(
                 f"draft {settings.draft.kind!r} with gamma {settings.draft.gamma}: the recording holds "

@@ -155,7 +155,7 @@ class Bench:
             copies.lock.notify_all()
         if beside:
             x, rows = self.hidden().cpu(), [np.zeros(1, np.int64)] * len(beside)
-            while brain.in_flight():
+            while brain.in_flight() or brain.can_issue():
                 self.engine.cpu.submit(layer, beside, x, rows)
                 self.engine.cpu.join()
         copies.wait_landed(keys)

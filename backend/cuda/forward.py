@@ -114,6 +114,29 @@ class FastForward(Forward):
         self._waves = make_waves(self._pieces(rows, behaviour), self._parts.capture)
         self._step = StepArrays(self._host, self._waves)
 
+    def step_times(self, rows: int, repeats: int = 20) -> dict[str, float]:
+        """Median device microseconds of each graph of a step of `rows` rows alone, at the position of the step before.
+
+        `enter`: the layers in sum, routing included; `planned`: one layer's resident experts as last planned. With all
+        experts resident `whole` is a step of one launch; before that it leaves experts out.
+        """
+        program, stream = self._program(rows), self._parts.stream()
+        found: dict[str, list[float]] = {"enter": [], "planned": [], "whole": []}
+        for _ in range(repeats):
+            for name, graphs in (
+                ("enter", program.enter),
+                ("planned", (program.planned,)),
+                ("whole", (program.whole,)),
+            ):
+                begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begun.record()
+                for graph in graphs:
+                    self._issuer.launch(graph, stream)
+                ended.record()
+                ended.synchronize()
+                found[name].append(begun.elapsed_time(ended) * 1e3)
+        return {name: float(np.median(times)) for name, times in found.items()}
+
     # Decode
 
     def decode(self, token_ids: list[int], position: int) -> Tensor:

@@ -57,16 +57,24 @@ def run(
     calibration: CalibrationFlag = None,
     shadow: ShadowFlag = False,
     eager: EagerFlag = False,
+    replay: Annotated[
+        Path | None,
+        typer.Option("--replay", metavar="TRACE", help="Run this recording's routing, not a prompt."),
+    ] = None,
+    request: Annotated[int, typer.Option("--request", metavar="N", help="With --replay: the recorded request.")] = 0,
     as_json: JsonFlag = False,
 ) -> None:
     """Generate text, and say what a token cost.
 
-    Time per token, hit rate and bytes moved. With --chat, a conversation in the model's own chat template.
+    Time per token, hit rate and bytes moved. With --chat, a conversation in the model's own chat template. With
+    --replay, at most --tokens recorded decode steps, for models of random weights (shape:NAME).
     """
     from foreload.backend.sampling import Sampling
     from foreload.cli.chat import chat as talk
 
-    text = _text(prompt, prompt_file, chat)
+    text = _text(prompt, prompt_file, chat or replay is not None)
+    if replay is not None and (chat or text is not None):
+        raise UsageError("--replay takes the place of a prompt: give one of them")
     if system is not None and not chat:
         raise UsageError("--system goes with --chat")
     output = Output(as_json)
@@ -74,6 +82,9 @@ def run(
     options = engine_options(device, dtype, vram, link, context, calibration, shadow, eager)
     sampling = Sampling(temperature, top_p, seed)
     with open_engine(model, options, chosen, profile, output) as engine:
+        if replay is not None:
+            values = _replayed(engine, replay, request, tokens)
+            return output.finish(values, lambda console: _show(console, "", values))
         if chat or text is None:
             values = talk(engine, system, text, tokens, sampling, output)
             return output.finish(values, lambda console: _show_turns(console, values["turns"]))
@@ -92,6 +103,15 @@ def _text(prompt: str | None, prompt_file: Path | None, chat: bool) -> str | Non
     if given == 2 or (given == 0 and not chat):
         raise UsageError("give the text to continue with --prompt or --prompt-file, one of them")
     return prompt if prompt_file is None else read_bytes(prompt_file, "prompt").decode("utf-8", "replace")
+
+
+def _replayed(engine: Engine, path: Path, request: int, steps: int) -> dict[str, Any]:
+    """What the decode steps of a recorded request cost on this engine."""
+    from foreload.backend.replay import Replay
+    from foreload.traces.io import read_trace
+
+    recording = Replay(read_trace(path), engine.shape, engine.device)
+    return {"text": "", "replay": str(path), **summary(engine, engine.replay(recording, request, steps))}
 
 
 def summary(engine: Engine, generation: Generation) -> dict[str, Any]:

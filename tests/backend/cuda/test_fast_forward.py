@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +25,10 @@ from foreload.backend.models.checkpoint import Checkpoint
 from foreload.backend.policy import Counter
 from foreload.backend.policy.calls import queue_calls
 from foreload.backend.policy.state import DECODE
+from foreload.backend.recorder import Prompt, record
+from foreload.backend.replay import Replay
 from foreload.settings import Settings
+from foreload.traces.io import read_trace
 
 PROMPT = [3, 14, 15, 9, 26, 53, 58, 9, 7, 9, 32, 38, 46]
 TOKENS = 8
@@ -183,6 +188,30 @@ def test_counts_are_those_of_the_plain_path(make_engine: MakeEngine, fast: MakeE
         for engine in (plain, quick):
             engine.generate(PROMPT, TOKENS, stop=False)
         assert (plain.brain.counters == quick.brain.counters).all()
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("ratio", [0.0, 1.0])
+def test_replay(make_engine: MakeEngine, fast: MakeEngine, tmp_path: Path, ratio: float) -> None:
+    """Recorded routing goes in place of the gates' on both paths: counts agree, with predictions and without."""
+    settings = Settings(cache_ratio=ratio)
+    plain, quick = make_engine(settings), fast(settings)
+    record(plain, [Prompt("", "w3 w14 w15 w9")], tmp_path / "t.parquet", max_tokens=8, depth=1, stop=False)
+    trace = read_trace(tmp_path / "t.parquet")
+    turned = replace(trace, experts=(trace.experts + 3) % plain.shape.experts)
+    found = []
+    for engine in (plain, quick):
+        engine.reset_cache()
+        replay = Replay(turned, engine.shape, engine.device)
+        before = engine.brain.counters.copy()
+        engine.replay(replay, 0, context=5)
+        counted = engine.brain.counters - before
+        found.append(counted[DECODE][:, [Counter.HITS, Counter.LATE, Counter.MISSES, Counter.FETCHED]])
+    assert (found[0] == found[1]).all()
+    assert found[0].sum() > 0
+    quick.apply(settings.changed(predictor="gate", prefetch_depth=1))
+    quick.replay(Replay(turned, quick.shape, quick.device), 0, context=5)
+    assert quick.brain.counters[DECODE, :, Counter.PREFETCHED].sum() > 0
 
 
 @pytest.mark.integration
