@@ -44,7 +44,7 @@ from foreload.backend.speculate.drafts import Drafts
 from foreload.backend.turns import Turns
 from foreload.backend.warm import warm_start
 from foreload.budget import slot_budget
-from foreload.errors import SettingsError, UsageError
+from foreload.errors import ReloadError, UsageError
 from foreload.formats import block_layout, layer_bytes, layer_formats, slot_bytes
 from foreload.settings import Settings, check_slots
 from foreload.units import format_bytes
@@ -250,7 +250,7 @@ class Engine:
 
     def _check_format(self, settings: Settings) -> None:
         if layer_formats(settings.expert_format, self.shape, self.dtype_name) != self.formats:
-            raise SettingsError(
+            raise ReloadError(
                 f"expert_format {settings.expert_format!r} needs reload: the experts are loaded as "
                 f"{', '.join(sorted(set(self.formats)))}"
             )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from foreload.errors import BudgetError, ForeloadError, SettingsError, UsageError
+from foreload.errors import BudgetError, ForeloadError, ReloadError, SettingsError, UsageError
 from foreload.settings import Settings
 
 TIMEOUT_S = 60.0
@@ -39,7 +39,7 @@ class EngineClient:
     def apply(self, settings: Settings) -> dict[str, Any]:
         """Push settings; returns what changed and what it cost (`AppliedView`).
 
-        BudgetError or SettingsError if the engine refuses them, which leaves the old ones in force.
+        BudgetError, ReloadError or SettingsError if the engine refuses them, which leaves the old ones in force.
         """
         return self._ask("PUT", "/engine/settings", settings.model_dump(mode="json"))
 
@@ -83,4 +83,6 @@ class EngineClient:
             return ForeloadError(f"{self.url}: answers {status}, not as a Foreload server does")
         if code == "does_not_fit" and isinstance(shortfall, int):
             return BudgetError(str(message), str(detail.get("budget")), shortfall)
+        if code == "needs_reload":
+            return ReloadError(str(message))
         return (SettingsError if status == 422 else UsageError if status < 500 else ForeloadError)(str(message))

@@ -4,6 +4,7 @@
     ├── UsageError                exit 2   a flag, file, field or request is wrong
     │   ├── FileError             exit 2   a file is missing, unreadable, corrupt or of another schema
     │   └── SettingsError         exit 2   a setting is unknown, out of range or contradicts another
+    │       └── ReloadError       exit 2   a setting that a running engine cannot take
     ├── MismatchError             exit 2   two inputs do not belong together (profile and model, trace and model)
     ├── BudgetError               exit 3   a budget cannot hold what it must; carries the shortfall in bytes
     └── InternalError             exit 1   an invariant of ours is broken: a bug
@@ -32,6 +33,10 @@ class FileError(UsageError):
 
 class SettingsError(UsageError):
     """A setting is unknown, out of range or contradicts another."""
+
+
+class ReloadError(SettingsError):
+    """A setting that is fixed when the model is loaded differs from what a running engine has."""
 
 
 class MismatchError(ForeloadError):

@@ -17,7 +17,7 @@ from foreload.backend.server.reading import parse, read_body
 from foreload.backend.server.summary import stats
 from foreload.backend.server.views import AppliedView, RecordingView, SettingsView, StatsView
 from foreload.backend.server.wire import RecordRequest
-from foreload.errors import BudgetError, FileError, MismatchError, UsageError
+from foreload.errors import BudgetError, FileError, MismatchError, ReloadError, UsageError
 from foreload.settings import Settings
 
 router = APIRouter()
@@ -54,7 +54,10 @@ async def get_settings(request: Request) -> Response:
     "/engine/settings", openapi_extra=takes(Settings), responses=answers(200, 401, 409, 422, 429, model=AppliedView)
 )
 async def put_settings(request: Request) -> Response:
-    """Take settings between two tokens. 422, with the old ones in force, if they are wrong or do not fit."""
+    """Take settings between two tokens. 422, with the old ones in force, if they are wrong or do not fit.
+
+    409 if a running engine cannot take them: what is fixed when the model is loaded, or while a recording runs.
+    """
     context = context_of(request)
     wanted = parse(Settings, await read_body(request, context.options), 422)
     if context.pushes_waiting >= PUSHES_WAITING:
@@ -65,6 +68,8 @@ async def put_settings(request: Request) -> Response:
             if (conflict := context.recording.conflict(wanted)) is not None:
                 return refusal(409, conflict, "recording")
             applied = await run_in_threadpool(context.engine.apply, wanted)
+    except ReloadError as error:
+        return refuse(error, 409, "needs_reload")
     except BudgetError as error:
         return refuse(error, 422, "does_not_fit")
     except (UsageError, MismatchError) as error:

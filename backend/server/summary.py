@@ -103,7 +103,7 @@ def experts(first: Snapshot, last: Snapshot, layer_bytes: Sequence[int]) -> Expe
         uploaded=int(counts[Counter.UPLOADED]),
         bytes_copied=copied,
         bytes_per_token=_rate(copied, tokens),
-        stall_ms_per_token={cause: spent.get(kind, 0.0) for kind, cause in STALLS.items()},
+        stall_ms_per_token={cause: spent[kind] for kind, cause in STALLS.items() if kind in spent},
         time_ms_per_token=spent,
     )
 

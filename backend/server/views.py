@@ -129,7 +129,7 @@ class Experts(BaseModel):
     uploaded: int
     bytes_copied: int
     bytes_per_token: float | None
-    stall_ms_per_token: dict[str, float]  # by what was waited for: copy, cpu
+    stall_ms_per_token: dict[str, float]  # by what the host waited for: copy, cpu; absent where it never does
     time_ms_per_token: dict[str, float]  # of the decoding thread, by what it did
 
 

@@ -105,7 +105,7 @@ def _view(stats: dict[str, Any]) -> RenderableType:
         "experts": f"{_rate(recent['hit_rate'])} hits, {_rate(recent['late_rate'])} late, "
         f"{_rate(recent['miss_rate'])} misses",
         "copied": "-" if copied is None else f"{format_bytes(copied)} per token",
-        "stalls per token": stalls,
+        "stalls per token": stalls or "-",
     }
     if stats["drafts"]["drafted"]:
         rows["drafts"] = "{accepted} of {drafted} accepted, {tokens_per_step:.2f} tokens per step".format(

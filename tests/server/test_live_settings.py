@@ -12,7 +12,7 @@ from http_client import Client, Reply, until
 from running_server import Running
 
 from foreload.client import EngineClient
-from foreload.errors import BudgetError, ForeloadError, SettingsError, UsageError
+from foreload.errors import BudgetError, ForeloadError, ReloadError, SettingsError, UsageError
 from foreload.settings import Settings
 
 pytestmark = pytest.mark.integration
@@ -68,6 +68,14 @@ def test_what_does_not_fit_names_the_shortfall(ask: Client, running: Running, mo
     assert ask("PUT", "/engine/settings", {"cache_ratio": 1.0}).status == 422
     monkeypatch.setattr(engine, "_vram_bytes", (20 << 20) + short)
     assert ask("PUT", "/engine/settings", {"cache_ratio": 1.0}).status == 200
+
+
+def test_what_needs_a_reload(ask: Client, running: Running) -> None:
+    reply = ask("PUT", "/engine/settings", {"expert_format": "int8"})
+    assert (reply.status, reply.error["code"]) == (409, "needs_reload")
+    assert "expert_format 'int8' needs reload" in reply.error["message"]
+    with pytest.raises(ReloadError, match="needs reload"):
+        EngineClient(running.url).apply(Settings(expert_format="int8"))
 
 
 def test_the_answer_says_what_changed_and_what_it_cost(ask: Client, running: Running) -> None:
