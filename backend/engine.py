@@ -84,6 +84,15 @@ class EngineOptions:
         return self.dtype or DEFAULT_DTYPE[self.device]
 
 
+def available_bytes(options: EngineOptions) -> int:
+    """Device memory an engine may use: as the options say, or most of what is free now."""
+    if options.vram_bytes is not None:
+        return options.vram_bytes
+    if options.device == "cuda":
+        return int(torch.cuda.mem_get_info()[0] * 0.95)
+    return int(psutil.virtual_memory().available * 0.5)
+
+
 class Engine:
     """One model, one device, one request at a time. Close it, or use it as a context manager."""
 
@@ -99,7 +108,7 @@ class Engine:
         """Load the model and take the settings (default: `Settings()`).
 
         `costs(settings)` gives what some settings decide by (`simulator.costs.split_costs` of a profile). `warm`
-        [MoE layers, experts]: uses in a recording, by which residents are loaded now (`backend.warm.warm_counts`).
+        [MoE layers, experts]: uses in a recording, by which residents are loaded now (`traces.histogram.warm_counts`).
         Raises BudgetError if device memory cannot hold the dense weights, the KV cache, staging and the slots.
         """
         settings = settings or Settings()
@@ -114,7 +123,7 @@ class Engine:
         self.formats = layer_formats(settings.expert_format, self.shape, self.dtype_name)
         self.layer_bytes = layer_bytes(self.formats, self.shape)
         self.expert_bytes = slot_bytes(self.formats, self.shape)
-        self._vram_bytes = self._available_bytes()
+        self._vram_bytes = available_bytes(options)
         self.slot_limit = self._slot_limit(settings)
         self.capacity = check_slots(settings, self.shape, self.slot_limit, self.expert_bytes)
         settings.speculated(self.shape)
@@ -144,19 +153,12 @@ class Engine:
         self._request = threading.Lock()
         self._turns = Turns()
         self._follow(settings, self._predictors.use(settings))
-        self.warm_start = warm_start(self.copies, self.expert_bytes)
+        self.warm_start = warm_start(self.copies, self.layer_bytes)
 
     @classmethod
     def load(cls, model: str, options: EngineOptions | None = None, settings: Settings | None = None) -> Engine:
         """Engine of MODEL (a Hugging Face folder or a bundled name)."""
         return cls(Checkpoint.open(model), options or EngineOptions(), settings)
-
-    def _available_bytes(self) -> int:
-        if self.options.vram_bytes is not None:
-            return self.options.vram_bytes
-        if self.options.device == "cuda":
-            return int(torch.cuda.mem_get_info(self.device)[0] * 0.95)
-        return int(psutil.virtual_memory().available * 0.5)
 
     def _slot_limit(self, settings: Settings) -> int:
         return slot_budget(self.shape, self.dtype_name, self._vram_bytes, self.options.context_tokens, settings)
@@ -245,7 +247,7 @@ class Engine:
             self.settings, self.capacity, self.slot_limit = settings, capacity, slot_limit
             self._follow(settings, predictor)
             if settings.admission == "none":  # nothing else would ever fill the new slots
-                warm_start(self.copies, self.expert_bytes)
+                warm_start(self.copies, self.layer_bytes)
             return watch.end(len(moves))
 
     def _check_format(self, settings: Settings) -> None:
@@ -262,7 +264,7 @@ class Engine:
                 self.brain.quiesce()
                 self.copies.settle()
                 self.brain.drop_cache()
-            self.warm_start = warm_start(self.copies, self.expert_bytes)
+            self.warm_start = warm_start(self.copies, self.layer_bytes)
 
     def generate(
         self,

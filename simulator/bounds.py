@@ -143,14 +143,21 @@ def _experts_ns(costs: CostModel, most: int, windows: bool) -> tuple[list[int], 
     return least, resident
 
 
-def bounds(requests: Sequence[Request], costs: CostModel, slots: int, loads: NDArray[np.int64] | None = None) -> Bounds:
+def bounds(
+    requests: Sequence[Request],
+    costs: CostModel,
+    slots: int,
+    loads: NDArray[np.int64] | None = None,
+    warm: int = 0,
+) -> Bounds:
     """Floors for `slots` persistent slots, divided over the layers at will. `loads`: of `belady_loads`, if at hand.
 
-    Per token that the steps of `requests` add to the text: other windows have other floors.
+    Per token that the steps of `requests` add to the text: other windows have other floors. Each of the `warm` experts
+    loaded before the first request saves one load at most.
     """
     table = belady_loads(requests, costs.shape) if loads is None else loads
     tokens = max(1, sum(request.tokens for request in requests))
-    per_token = fewest_loads(table, slots) / tokens
+    per_token = max(0, fewest_loads(table, slots) - warm) / tokens
     steps = [step for request in requests for step in zip(request.context, request.fed, strict=True)]
     dense = sum(_blocks_ns(costs, context, fed) for context, fed in steps)
     distinct = [np.count_nonzero(request.counts, axis=2).ravel() for request in requests]

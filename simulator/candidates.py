@@ -11,7 +11,15 @@ from numpy.typing import NDArray
 
 from foreload.budget import predictor_bytes
 from foreload.errors import BudgetError
-from foreload.settings import GATE_SIDE, MAX_PREFETCH_DEPTH, Draft, Settings, check_slots, staging_slots
+from foreload.settings import (
+    GATE_SIDE,
+    MAX_PREFETCH_DEPTH,
+    NEXT_STEP,
+    Draft,
+    Settings,
+    check_slots,
+    staging_slots,
+)
 from foreload.shape import ModelShape
 from foreload.simulator.costs import CostModel, predict_probe
 from foreload.simulator.result import SimResult
@@ -60,6 +68,10 @@ def family(settings: Settings) -> str:
     parts: list[str] = [settings.miss_action]
     if settings.admission != "demand":
         parts.append(settings.admission)
+    if settings.pool != "layer":
+        parts.append("shared pool")
+    if settings.predictor in NEXT_STEP:
+        parts.append("next step")
     if settings.prefetch_depth:
         parts.append(f"depth {settings.prefetch_depth}")
     if settings.draft.kind != "none":
@@ -84,10 +96,17 @@ class Space:
     draft: Draft | None = None  # whose windows the trace holds, if the profile can cost them
     speculations: tuple[Speculation, ...] = ()
     dtype: str = "float32"
+    warm: bool = False  # whether there are counts of a recording to start from
 
     @classmethod
     def of(
-        cls, trace: Trace, costs: CostModel, base: Settings, slots: int, allowed: Sequence[Speculation] = ()
+        cls,
+        trace: Trace,
+        costs: CostModel,
+        base: Settings,
+        slots: int,
+        allowed: Sequence[Speculation] = (),
+        warm: bool = False,
     ) -> Space:
         """Threads the profile measured; predictors, depths, widths and draft that the trace holds and it can cost.
 
@@ -110,7 +129,8 @@ class Space:
         ready = {name for name, _ in looks.get(1, ())} if costs.measured("speculated") else set()
         usable = tuple(s for s in allowed if s.predictor in ready and shape.top_k in widths)
         dtype = costs.profile.meta.dtype
-        return cls(shape, base, slots, costs.cpu_threads, looks, tuple(sorted(widths)), draft, usable, dtype)
+        every = tuple(sorted(widths))
+        return cls(shape, base, slots, costs.cpu_threads, looks, every, draft, usable, dtype, warm)
 
     def budget(self, settings: Settings) -> int:
         """Slots, persistent and staging, beside the calibration that `settings` keep on the device."""
@@ -151,6 +171,15 @@ class Space:
                 for admission in ("demand", "background"):
                     yield {"miss_action": action, "cpu_threads": threads, "admission": admission}
 
+    def pooled(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """One pool for all layers, by utility; with CPU threads also absent experts split, and fetched ahead, by it."""
+        shared = {"pool": "shared", "eviction": "utility"}
+        shared = {**shared, **NO_PREFETCH, "admission": "demand"}
+        yield "shared pool, utility", {**shared, "miss_action": "fetch"}
+        if self.threads:
+            split = {"miss_action": "split", "split_rule": "tau", "cpu_threads": self.threads[-1]}
+            yield "shared pool, split by utility", {**shared, **split, "objective": "makespan", "predictor": "utility"}
+
     def fixed(self) -> Iterator[Candidate]:
         """Candidates that always compete, the default first."""
         uniform = [("default", self.uniform())]
@@ -165,6 +194,7 @@ class Space:
             if miss["miss_action"] != "fetch":
                 name = f"uniform, {miss['miss_action']} on {miss['cpu_threads']}, {miss['admission']}"
                 uniform.append((name, self.uniform(**miss)))
+        uniform += [(name, self.uniform(**fields)) for name, fields in self.pooled()]
         if self.draft is not None:
             uniform += [(f"{name}, drafts", self._drafted(settings)) for name, settings in uniform]
         for name, settings in uniform:
@@ -186,11 +216,14 @@ class Space:
 
     def neighbours(self, settings: Settings) -> Iterator[Settings]:
         """One change at a time of what the programs do not vary."""
-        changes: list[dict[str, Any]] = [{"eviction": name} for name in ("lru", "lfu", "lfru")]
+        orders = ("lru", "lfu", "lfru", "utility", *(("static",) if self.warm else ()))
+        changes: list[dict[str, Any]] = [{"eviction": name} for name in orders]
         if settings.admission == "background":
             changes += [{"admit_per_step": n} for n in (1, 2, 4)]
         if settings.miss_action == "split":
-            changes += [{"split_rule": rule} for rule in ("makespan", "bandwidth")]
+            changes += [{"split_rule": rule, "objective": "makespan"} for rule in ("makespan", "tau", "bandwidth")]
+        if settings.predictor == "none" and settings.miss_action != "fetch" and settings.admission != "none":
+            changes += [{"predictor": name} for name in NEXT_STEP]
         if settings.prefetch_depth:
             changes += [{"prefetch_width": width} for width in self.widths]
         drafted = self._drafted(settings)

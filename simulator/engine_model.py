@@ -20,6 +20,7 @@ from foreload.shape import ModelShape
 from foreload.simulator.clock import COLD, INTERRUPT, WAIT_CPU, WAIT_LINK, WAKE, HostClock
 from foreload.simulator.costs import Cost, CostModel, as_costs, split_costs
 from foreload.simulator.devices import Device, GpuDevice, HostDevice
+from foreload.simulator.oracle import Oracle
 from foreload.simulator.prefill import prefill, warm_start
 from foreload.simulator.resources import Clockwork, CpuPool, Link, Process, Sharing
 from foreload.simulator.result import SimResult, token_parts
@@ -41,11 +42,13 @@ class EngineModel:
         capacity: tuple[int, ...],
         timeline: bool = False,
         warm: NDArray[np.int64] | None = None,
+        oracle: Oracle | None = None,
     ) -> None:
         split = split_costs(costs, shape, settings) if settings.needs_costs is not None else None
         self.env = Clockwork()
         self.costs, self.shape, self.settings = costs, shape, settings
-        self.brain = Brain(shape, settings, capacity, split, warm)
+        self.brain = Brain(shape, settings, capacity, split, warm, oracle is not None)
+        self.oracle = oracle
         self.timeline = Timeline(timeline)
         self.clock = HostClock(self.env, self.timeline)
         sharing = Sharing(self.env, costs, settings.cpu_threads)
@@ -166,6 +169,8 @@ class EngineModel:
         self.link.watch()
         distinct = int(np.count_nonzero(request.counts[step, layer]))
         experts, counts = request.demand[step, layer, :distinct], request.counts[step, layer, :distinct]
+        if self.oracle is not None:
+            self.oracle.before_demand(self.brain, request, step, layer)
         decided = self.brain.begin(layer, experts, counts)
         actions = decided.tolist()
         tokens = counts if request.fed[step] > 1 else np.zeros_like(counts)
@@ -237,11 +242,13 @@ def simulate(
     requests: Sequence[int] | None = None,
     timeline: bool = False,
     warm: NDArray[np.int64] | None = None,
+    oracle: bool = False,
 ) -> SimResult:
     """What `settings` with `capacity` [MoE layers] persistent slots would do on the profiled machine.
 
     `requests` chooses and orders requests of the trace (default: all); the cache lives through them, and starts empty
-    or with what `warm` [MoE layers, experts], uses in a recording, makes it load.
+    or with what `warm` [MoE layers, experts], uses in a recording, makes it load. With `oracle`, eviction goes by what
+    is demanded next instead of by the settings: a bound.
     Deterministic. Raises MismatchError if trace, profile, shape and settings do not belong together, FileError if the
     profile lacks a probe the settings need.
     """
@@ -249,7 +256,8 @@ def simulate(
         raise MismatchError(f"capacity has {len(capacity)} entries: the model has {shape.n_moe_layers} MoE layers")
     costs = as_costs(profile, shape).for_settings(settings).fresh()
     chosen = load_requests(trace, shape, settings, requests)
-    engine = EngineModel(costs, shape, settings, tuple(capacity), timeline, warm)
+    foreseen = Oracle(chosen, shape) if oracle else None
+    engine = EngineModel(costs, shape, settings, tuple(capacity), timeline, warm, foreseen)
     engine.run(chosen, sampled=float(trace.meta.sampling.get("temperature", 0.0)) > 0)
     return _result(engine, chosen)
 

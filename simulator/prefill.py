@@ -48,6 +48,8 @@ def prefill(engine: EngineModel, request: Request) -> Process:
         last = start + size >= len(request.prompt)
         engine.device.block("embed", engine.costs.cost("embed"))
         for layer in range(engine.shape.n_moe_layers):
+            if last and engine.oracle is not None:
+                engine.oracle.before_prompt(engine.brain, request, layer)
             yield from _layer(engine, chunk[:, layer], layer, last)
         engine.device.block("head", engine.costs.cost("head"))
         yield from engine.device.sync()

@@ -28,13 +28,17 @@ def slot_grid(shape: ModelShape) -> list[int]:
 
 
 def replay_grid(
-    requests: Sequence[Request], costs: CostModel, settings: Settings, grid: Sequence[int] | None = None
+    requests: Sequence[Request],
+    costs: CostModel,
+    settings: Settings,
+    grid: Sequence[int] | None = None,
+    warm: NDArray[np.int64] | None = None,
 ) -> list[Outcomes]:
     """Outcomes with the same slot count in every layer, for each count of the grid."""
     shape = costs.shape
     split = split_costs(costs, shape, settings) if settings.needs_costs is not None else None
     chosen = slot_grid(shape) if grid is None else grid
-    return [replay(requests, shape, settings, (count,) * shape.n_moe_layers, split) for count in chosen]
+    return [replay(requests, shape, settings, (count,) * shape.n_moe_layers, split, warm) for count in chosen]
 
 
 def layer_costs(

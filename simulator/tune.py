@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from foreload.budget import slot_budget
 from foreload.errors import MismatchError, UsageError
@@ -115,10 +116,12 @@ def tune(
     base: Settings | None = None,
     quality: QualityReport | None = None,
     max_quality_loss_pct: float | None = None,
+    warm: NDArray[np.int64] | None = None,
     progress: Progress | None = None,
 ) -> TuneResult:
     """The best settings for a memory budget: `vram_bytes` (with `context_tokens` of keys and values, default the
     trace's longest) or `slots`, persistent and staging. What is not tuned is taken from `base`, the default to beat.
+    `warm` [MoE layers, experts]: uses in a recording that every run starts from.
     Settings that change the text compete only if `quality` measured them to lose at most `max_quality_loss_pct`.
 
     Deterministic. Raises BudgetError if the budget cannot hold staging, MismatchError if trace, profile and shape do
@@ -142,7 +145,8 @@ def tune(
             "the settings to beat speculate, which changes the text: give their measured loss (foreload quality) and "
             "a budget for it that holds them"
         )
-    return _Tuner(trace, costs, Space.of(trace, costs, start, slots, allowed), progress).run()
+    space = Space.of(trace, costs, start, slots, allowed, warm is not None)
+    return _Tuner(trace, costs, space, progress, warm).run()
 
 
 def _allowed(trace: Trace, quality: QualityReport | None, budget_pct: float | None) -> list[Speculation]:
@@ -161,7 +165,15 @@ def _allowed(trace: Trace, quality: QualityReport | None, budget_pct: float | No
 
 
 class _Tuner:
-    def __init__(self, trace: Trace, costs: CostModel, space: Space, progress: Progress | None) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        costs: CostModel,
+        space: Space,
+        progress: Progress | None,
+        warm: NDArray[np.int64] | None = None,
+    ) -> None:
+        self._warm = warm
         self.trace, self.costs, self.space = trace, costs, space
         self.fit, self.select, self.held_out = split_requests(request_numbers(trace))
         self._progress = progress or (lambda done, total, what: None)
@@ -201,7 +213,7 @@ class _Tuner:
         plans = []
         for at, option in enumerate(options):
             self._progress(at, len(options), "plan")
-            plan = self._plan(self.space.base.changed(**option, eviction=eviction), context)
+            plan = self._plan(self.space.base.changed(**option, eviction=eviction, pool="layer"), context)
             if plan is not None:
                 plans.append(plan)
         self._progress(len(options), len(options), "plan")
@@ -210,8 +222,9 @@ class _Tuner:
     def _eviction(self, context: int) -> str:
         """The eviction order whose plan without prefetch or CPU is cheapest; winners are tried with the others too."""
         base = self.space.base
-        plain = base.changed(miss_action="fetch", admission="demand", **NO_PREFETCH, **PLAIN)
-        plans = [self._plan(plain.changed(eviction=name), context) for name in ("lru", "lfu", "lfru")]
+        plain = base.changed(miss_action="fetch", admission="demand", pool="layer", **NO_PREFETCH, **PLAIN)
+        orders = ("lru", "lfu", "lfru", "utility", *(("static",) if self._warm is not None else ()))
+        plans = [self._plan(plain.changed(eviction=name), context) for name in orders]
         found = [plan for plan in plans if plan is not None]
         return min(found, key=lambda plan: plan.planned_ns or 0.0).settings.eviction if found else base.eviction
 
@@ -238,7 +251,7 @@ class _Tuner:
             *_looked(settings),
         )
         if key not in self._replays:
-            self._replays[key] = replay_grid(self._requests(settings), self.costs, settings)
+            self._replays[key] = replay_grid(self._requests(settings), self.costs, settings, warm=self._warm)
         return self._replays[key]
 
     def _simulate(self, candidate: Candidate) -> None:
@@ -248,7 +261,7 @@ class _Tuner:
 
     def _run(self, settings: Settings, requests: tuple[int, ...]) -> Any:
         capacity = settings.slots_per_layer or ()
-        return simulate(self.trace, self.costs, self.space.shape, settings, capacity, requests)
+        return simulate(self.trace, self.costs, self.space.shape, settings, capacity, requests, warm=self._warm)
 
     def _ranked(self) -> list[Candidate]:
         return sorted(self._simulated.values(), key=lambda c: c.tpot_ns)

@@ -14,8 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from foreload.errors import FileError, InternalError
+from foreload.errors import FileError, InternalError, MismatchError
 from foreload.files import atomic_path
+from foreload.shape import ModelShape
 from foreload.traces.columns import METADATA_KEY
 from foreload.traces.io import TraceReader, read_provenance
 from foreload.traces.schema import TraceMeta
@@ -61,6 +62,17 @@ def read_histogram(path: Path) -> Histogram:
     except (pa.ArrowException, OSError) as error:
         raise FileError(f"{path}: histogram is truncated or corrupt: {' '.join(str(error).split())[:160]}") from error
     return Histogram(meta, _checked(path, meta, table))
+
+
+def warm_counts(path: Path, shape: ModelShape) -> NDArray[np.int64]:
+    """Uses of each expert [MoE layers, experts] in a recording or histogram; MismatchError if of another shape."""
+    found = read_histogram(path)
+    if found.meta.shape_hash != shape.hash:
+        raise MismatchError(
+            f"{path}: recorded from model shape {found.meta.shape_hash}, this model is {shape.hash}: "
+            "a warm start needs a recording of the same model"
+        )
+    return found.counts
 
 
 def _of_recording(reader: TraceReader) -> Histogram:

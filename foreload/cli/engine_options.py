@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -9,6 +11,7 @@ import typer
 
 from foreload.errors import UsageError
 from foreload.settings import DraftKind, Settings
+from foreload.shape import ModelShape
 from foreload.units import parse_bytes, parse_rate
 
 if TYPE_CHECKING:
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
     from foreload.cli.output import Output
 
 DeviceName = Literal["auto", "cpu", "cuda"]
+SettingsFor = Callable[[ModelShape], Settings]
 DEFAULT_GAMMA = 4
 
 ModelArg = Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face folder, `mini`, or `shape:NAME`.")]
@@ -46,6 +50,10 @@ ShadowFlag = Annotated[
 ]
 SettingsFlag = Annotated[
     Path | None, typer.Option("--settings", metavar="FILE", help="JSON or TOML. Default: the largest uniform cache.")
+]
+WarmFlag = Annotated[
+    Path | None,
+    typer.Option("--warm-start", metavar="TRACE", help="Load what this recording uses most before the first prompt."),
 ]
 DraftFlag = Annotated[
     DraftKind | None, typer.Option("--draft", help="What proposes tokens to verify; instead of the settings'.")
@@ -94,6 +102,29 @@ def load_settings(path: Path | None) -> Settings:
     return Settings() if path is None else Settings.load(path)
 
 
+def chosen_settings(
+    path: Path | None, preset: str | None, options: EngineOptions, kind: DraftKind | None, gamma: int | None
+) -> SettingsFor:
+    """What flags ask for, once the model's shape is known: a file's settings or a preset, and a draft."""
+    if preset is None:
+        fixed = with_draft(load_settings(path), kind, gamma)
+        return lambda shape: fixed
+    if path is not None:
+        raise UsageError("--settings and --preset exclude each other: give one of them")
+
+    def fitted(shape: ModelShape) -> Settings:
+        from foreload.backend.engine import available_bytes
+        from foreload.budget import slot_budget
+        from foreload.presets import preset_settings
+
+        vram = available_bytes(options)
+        slots = slot_budget(shape, options.resolved_dtype, vram, options.context_tokens)
+        threads = max(1, len(os.sched_getaffinity(0)) - 1)
+        return with_draft(preset_settings(preset, shape, threads, slots), kind, gamma)
+
+    return fitted
+
+
 def with_draft(settings: Settings, kind: DraftKind | None, gamma: int | None) -> Settings:
     """`settings` with the draft that flags ask for; UsageError for a flag that goes with nothing."""
     if kind is None and gamma is None:
@@ -106,14 +137,23 @@ def with_draft(settings: Settings, kind: DraftKind | None, gamma: int | None) ->
     return settings.changed(draft={"kind": chosen, "gamma": window})
 
 
-def open_engine(model: str, options: EngineOptions, settings: Settings, profile: Path | None, output: Output) -> Engine:
-    """An engine under `settings`, loaded with a progress display."""
+def open_engine(
+    model: str,
+    options: EngineOptions,
+    settings: Settings | SettingsFor,
+    profile: Path | None,
+    output: Output,
+    warm: Path | None = None,
+) -> Engine:
+    """An engine under `settings`, loaded with a progress display; `warm`: a recording it starts from."""
     from foreload.backend.engine import Engine
     from foreload.backend.models.checkpoint import Checkpoint
+    from foreload.traces.histogram import warm_counts
 
-    if options.shadow and not settings.speculate_layers:
-        raise UsageError("--shadow measures speculated layers: the settings speculate none")
     checkpoint = Checkpoint.open(model)
+    chosen = settings if isinstance(settings, Settings) else settings(checkpoint.shape)
+    if options.shadow and not chosen.speculate_layers:
+        raise UsageError("--shadow measures speculated layers: the settings speculate none")
     costs: CostsFor | None = None
     if profile is not None:
         from foreload.profiler.schema import HardwareProfile
@@ -125,12 +165,14 @@ def open_engine(model: str, options: EngineOptions, settings: Settings, profile:
         def costs(wanted: Settings) -> SplitCosts:
             return split_costs(measured, checkpoint.shape, wanted)
 
+    counts = None if warm is None else warm_counts(warm, checkpoint.shape)
     with output.progress() as progress:
         task = progress.add_task("loading experts", total=None)
         return Engine(
             checkpoint,
             options,
-            settings,
+            chosen,
             costs,
             lambda done, total: progress.update(task, completed=done, total=total),
+            counts,
         )

@@ -12,6 +12,9 @@ from foreload.errors import UsageError
 from foreload.units import parse_bytes
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from foreload.cli.output import Output
     from foreload.profiler.schema import HardwareProfile
     from foreload.settings import Settings
@@ -20,6 +23,10 @@ if TYPE_CHECKING:
 
 ProfileIn = Annotated[Path, typer.Option("--profile", metavar="FILE", help="Machine profile (foreload profile).")]
 TraceIn = Annotated[Path, typer.Option("--trace", metavar="FILE", help="Recording (foreload record).")]
+WarmIn = Annotated[
+    Path | None,
+    typer.Option("--warm-start", metavar="TRACE", help="Load what this recording uses most before the first request."),
+]
 VramIn = Annotated[str | None, typer.Option("--vram", metavar="SIZE", help="Device memory there is, like 8GiB.")]
 ContextIn = Annotated[
     int | None,
@@ -41,6 +48,20 @@ class Inputs:
     def dtype(self) -> str:
         """The weights' type, as profiled."""
         return self.profile.meta.dtype
+
+    def warm_counts(self, path: Path | None) -> NDArray[np.int64] | None:
+        """Uses of each expert in the recording a warm start goes by; MismatchError if it is of another model."""
+        from foreload.traces.histogram import warm_counts
+
+        return None if path is None else warm_counts(path, self.shape)
+
+    def preset(self, name: str, slots: int | None, cache_ratio: float | None = None) -> Settings:
+        """The settings of a preset, for so many slots or that cache ratio."""
+        from foreload.presets import preset_settings
+        from foreload.simulator.costs import CostModel
+
+        threads = CostModel(self.profile, self.shape).cpu_threads
+        return preset_settings(name, self.shape, threads[-1] if threads else 1, slots, cache_ratio)
 
     def slot_budget(self, vram: str, context: int | None, settings: Settings) -> int:
         """Expert slots that fit in `vram`; BudgetError if not even staging does."""

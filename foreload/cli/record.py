@@ -22,10 +22,10 @@ from foreload.cli.engine_options import (
     SettingsFlag,
     ShadowFlag,
     VramFlag,
+    WarmFlag,
+    chosen_settings,
     engine_options,
-    load_settings,
     open_engine,
-    with_draft,
 )
 from foreload.cli.output import JsonFlag, Output, facts
 from foreload.cli.run_model import shadow_facts
@@ -58,6 +58,7 @@ def record(
         Path | None, typer.Option("--timings", metavar="FILE", help="Also write what ran when, as Parquet.")
     ] = None,
     settings: SettingsFlag = None,
+    warm: WarmFlag = None,
     draft: DraftFlag = None,
     gamma: GammaFlag = None,
     profile: ProfileFlag = None,
@@ -84,11 +85,11 @@ def record(
 
     output = Output(as_json)
     texts = read_prompts(prompts)[:requests]
-    chosen = with_draft(load_settings(settings), draft, gamma)
     options = engine_options(device, dtype, vram, link, context, calibration, shadow, eager)
+    chosen = chosen_settings(settings, None, options, draft, gamma)
     sampling = Sampling(temperature, top_p, seed)
     with (
-        open_engine(model, options, chosen, profile, output) as engine,
+        open_engine(model, options, chosen, profile, output, warm) as engine,
         output.progress() as progress,
         ExitStack() as stack,
     ):

@@ -21,12 +21,13 @@ from foreload.cli.engine_options import (
     SettingsFlag,
     ShadowFlag,
     VramFlag,
+    WarmFlag,
+    chosen_settings,
     engine_options,
-    load_settings,
     open_engine,
-    with_draft,
 )
 from foreload.cli.output import JsonFlag, Output, facts
+from foreload.cli.presets import PresetFlag
 from foreload.errors import UsageError
 from foreload.files import read_bytes
 
@@ -46,6 +47,8 @@ def run(
     chat: Annotated[bool, typer.Option("--chat", help="Talk: each line of standard input is a turn.")] = False,
     system: Annotated[str | None, typer.Option("--system", help="With --chat: the system message.")] = None,
     settings: SettingsFlag = None,
+    preset: PresetFlag = None,
+    warm: WarmFlag = None,
     draft: DraftFlag = None,
     gamma: GammaFlag = None,
     profile: ProfileFlag = None,
@@ -78,10 +81,10 @@ def run(
     if system is not None and not chat:
         raise UsageError("--system goes with --chat")
     output = Output(as_json)
-    chosen = with_draft(load_settings(settings), draft, gamma)
     options = engine_options(device, dtype, vram, link, context, calibration, shadow, eager)
+    chosen = chosen_settings(settings, preset, options, draft, gamma)
     sampling = Sampling(temperature, top_p, seed)
-    with open_engine(model, options, chosen, profile, output) as engine:
+    with open_engine(model, options, chosen, profile, output, warm) as engine:
         if replay is not None:
             values = _replayed(engine, replay, request, tokens)
             return output.finish(values, lambda console: _show(console, "", values))
@@ -114,6 +117,11 @@ def _replayed(engine: Engine, path: Path, request: int, steps: int) -> dict[str,
     return {"text": "", "replay": str(path), **summary(engine, engine.replay(recording, request, steps))}
 
 
+def warm_facts(warm: dict[str, Any]) -> dict[str, str]:
+    """What was loaded before the first prompt, if anything."""
+    return {"loaded before": f"{warm['bytes'] / 1e6:.2f} MB in {warm['ms']:.1f} ms"} if warm["bytes"] else {}
+
+
 def summary(engine: Engine, generation: Generation) -> dict[str, Any]:
     """What one generation cost, as measured."""
     from foreload.backend.copied import copied_bytes
@@ -140,6 +148,7 @@ def summary(engine: Engine, generation: Generation) -> dict[str, Any]:
         "cpu_rate": int(totals[Counter.ON_CPU]) / demand if demand else None,
         "bytes_per_token": copied / tokens if steps else None,
         "true_recall": engine.true_recall,
+        "warm_start": {"bytes": engine.warm_start.bytes, "ms": engine.warm_start.ns / 1e6},
         "memory": engine.describe_memory(),
     }
 
@@ -165,6 +174,7 @@ def _show(console: Any, prompt: str, values: dict[str, Any]) -> None:
                 "experts": f"{values['experts_per_layer_step']:.1f} per layer and step: {rates}",
                 "copied": f"{values['bytes_per_token'] / 1e6:.2f} MB per token",
                 **shadow_facts(values["true_recall"]),
+                **warm_facts(values["warm_start"]),
                 "memory": values["memory"],
             },
         )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from foreload.cli.inputs import ContextIn, Inputs, ProfileIn, TraceIn, VramIn, load_inputs
+from foreload.cli.inputs import ContextIn, Inputs, ProfileIn, TraceIn, VramIn, WarmIn, load_inputs
 from foreload.cli.output import JsonFlag, Output, facts, table
+from foreload.cli.presets import PresetFlag
 from foreload.errors import UsageError
 from foreload.units import format_bytes
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from foreload.settings import Settings
     from foreload.simulator.result import SimResult
 
+ORACLE = "belady, an oracle that knows the future: a bound, no engine can run it"
 RequestsIn = Annotated[
     list[int] | None, typer.Option("--request", metavar="N", help="Only this request; repeatable. Default: all.")
 ]
@@ -30,6 +32,12 @@ def simulate(
     settings: Annotated[
         Path | None, typer.Option("--settings", metavar="FILE", help="JSON or TOML. Default: the defaults.")
     ] = None,
+    preset: PresetFlag = None,
+    oracle: Annotated[
+        Literal["belady"] | None,
+        typer.Option("--eviction-oracle", help="Evict by what is demanded next: a bound that no engine can run."),
+    ] = None,
+    warm: WarmIn = None,
     vram: VramIn = None,
     cache_ratio: Annotated[
         float | None, typer.Option("--cache-ratio", help="Share of experts that may stay, 0 to 1, instead.")
@@ -46,15 +54,25 @@ def simulate(
 
     output = Output(as_json)
     inputs = load_inputs(profile, trace, output)
-    chosen = _settings(settings, cache_ratio, vram)
+    chosen = _settings(inputs, settings, preset, cache_ratio, vram, context)
+    counts = inputs.warm_counts(warm)
     capacity = inputs.capacity(chosen, vram, context)
     with output.progress() as progress:
         progress.add_task("simulating", total=None)
         result = run(
-            inputs.trace, inputs.profile, inputs.shape, chosen, capacity, request, timeline=timeline is not None
+            inputs.trace,
+            inputs.profile,
+            inputs.shape,
+            chosen,
+            capacity,
+            request,
+            timeline=timeline is not None,
+            warm=counts,
+            oracle=oracle is not None,
         )
         values = {
             **_provenance(inputs, chosen, capacity),
+            "eviction_oracle": oracle,
             **result.as_dict(),
             "bounds": _bounds(inputs, result, request),
         }
@@ -64,15 +82,25 @@ def simulate(
     output.finish(values, lambda console: show(console, values))
 
 
-def _settings(path: Path | None, cache_ratio: float | None, vram: str | None) -> Settings:
+def _settings(
+    inputs: Inputs,
+    path: Path | None,
+    preset: str | None,
+    cache_ratio: float | None,
+    vram: str | None,
+    context: int | None,
+) -> Settings:
     from foreload.settings import Settings
 
-    chosen = Settings() if path is None else Settings.load(path)
-    if cache_ratio is None:
-        return chosen
-    if vram is not None:
+    if vram is not None and cache_ratio is not None:
         raise UsageError("--vram and --cache-ratio exclude each other: give one of them")
-    return chosen.changed(slots_per_layer=None, cache_ratio=cache_ratio)
+    if preset is not None:
+        if path is not None:
+            raise UsageError("--settings and --preset exclude each other: give one of them")
+        slots = None if vram is None else inputs.slot_budget(vram, context, Settings())
+        return inputs.preset(preset, slots, cache_ratio)
+    chosen = Settings() if path is None else Settings.load(path)
+    return chosen if cache_ratio is None else chosen.changed(slots_per_layer=None, cache_ratio=cache_ratio)
 
 
 def _provenance(inputs: Inputs, settings: Settings, capacity: tuple[int, ...]) -> dict[str, Any]:
@@ -98,7 +126,7 @@ def _bounds(inputs: Inputs, result: SimResult, request: list[int] | None) -> dic
     slots = sum(result.capacity) + staging_slots(result.settings, inputs.shape)
     requests = load_requests(inputs.trace, inputs.shape, result.settings, request)
     costs = CostModel(inputs.profile, inputs.shape).for_settings(result.settings)
-    return bounds(requests, costs, slots).as_dict()
+    return bounds(requests, costs, slots, warm=result.warm_experts).as_dict()
 
 
 def _write_timeline(path: Path, result: SimResult, inputs: Inputs) -> None:
@@ -121,6 +149,7 @@ def show(console: Console, values: Mapping[str, Any]) -> None:
                 "settings": settings_text(values["settings"]),
                 "slots": spread,
                 "tokens": f"{values['tokens']} decoded, {values['tokens_per_step']:.2f} per step",
+                **({"eviction": ORACLE} if values["eviction_oracle"] else {}),
             },
         )
     )
@@ -137,6 +166,7 @@ def _rows(values: Mapping[str, Any]) -> list[tuple[str, str]]:
         if ms:
             rows.append((f"  of it {kind.replace('_', ' ')} (stall)", f"{ms:.3f} ms"))
     rows += [
+        *_warm_row(values["warm_start"]),
         ("bound, no setting with these slots is faster", f"{values['bounds']['floor_ms']:.3f} ms"),
         ("every expert resident", f"{values['bounds']['resident_ms']:.3f} ms"),
         ("experts resident when demanded", f"{values['hit_rate']:.1%}"),
@@ -144,6 +174,12 @@ def _rows(values: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("  of it prefetched in vain", format_bytes(values["bytes_wasted_per_token"])),
     ]
     return rows
+
+
+def _warm_row(warm: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What was loaded before the first request, if anything."""
+    loaded = f"{format_bytes(warm['bytes'])} in {warm['ms']:.1f} ms"
+    return [("loaded before the first request", loaded)] if warm["bytes"] else []
 
 
 def settings_text(settings: Mapping[str, Any]) -> str:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foreload.cli.inputs import ContextIn, Inputs, ProfileIn, TraceIn, VramIn, load_inputs
+from foreload.cli.inputs import ContextIn, Inputs, ProfileIn, TraceIn, VramIn, WarmIn, load_inputs
 from foreload.cli.output import JsonFlag, Output, facts, table
+from foreload.cli.presets import PresetFlag
 from foreload.cli.simulate import link_text
 from foreload.errors import FileError, UsageError
 from foreload.quality import QualityReport
@@ -35,6 +36,8 @@ def tune(
     settings: Annotated[
         Path | None, typer.Option("--settings", metavar="FILE", help="The default to beat. Default: the defaults.")
     ] = None,
+    preset: PresetFlag = None,
+    warm: WarmIn = None,
     quality: Annotated[
         Path | None, typer.Option("--quality", metavar="FILE", help="Measured losses, from foreload quality --out.")
     ] = None,
@@ -59,7 +62,8 @@ def tune(
     if (quality is None) != (max_quality_loss is None):
         raise UsageError("--quality and --max-quality-loss go together: give both or none")
     report = None if quality is None else QualityReport.load(quality)
-    result = _tune(inputs, _base(settings), vram, slots, context, output, report, max_quality_loss)
+    base = _base(inputs, settings, preset, vram, slots, context)
+    result = _tune(inputs, base, vram, slots, context, output, report, max_quality_loss, warm)
     result.best.settings.save(out)
     if run is not None:
         write_run(run, result, inputs, profile, trace)
@@ -76,10 +80,17 @@ def tune(
     output.finish(values, lambda console: _show(console, values, result))
 
 
-def _base(path: Path | None) -> Settings:
+def _base(
+    inputs: Inputs, path: Path | None, preset: str | None, vram: str | None, slots: int | None, context: int | None
+) -> Settings:
+    """The default to beat."""
     from foreload.settings import Settings
 
-    return Settings() if path is None else Settings.load(path)
+    if preset is None:
+        return Settings() if path is None else Settings.load(path)
+    if path is not None:
+        raise UsageError("--settings and --preset exclude each other: give one of them")
+    return inputs.preset(preset, inputs.slot_budget(vram, context, Settings()) if vram is not None else slots)
 
 
 def _tune(
@@ -91,6 +102,7 @@ def _tune(
     output: Output,
     quality: QualityReport | None,
     max_quality_loss_pct: float | None,
+    warm: Path | None,
 ) -> TuneResult:
     from foreload.simulator.tune import tune as search
 
@@ -106,6 +118,7 @@ def _tune(
             base=base,
             quality=quality,
             max_quality_loss_pct=max_quality_loss_pct,
+            warm=inputs.warm_counts(warm),
             progress=lambda done, total, what: progress.update(task, description=what, completed=done, total=total),
         )
 

@@ -6,17 +6,36 @@ once matrix products round differently than over one, so such a tie may fall eit
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_greedy import Reference
 
-from foreload.backend.engine import Engine
-from foreload.settings import Settings
+from foreload.backend.engine import Engine, EngineOptions
+from foreload.backend.models.checkpoint import Checkpoint
+from foreload.backend.policy import SplitCosts
+from foreload.settings import NEXT_STEP, Settings
 
-TOKENS, DRAWS = 16, 16
+TOKENS, DRAWS = 16, 24
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    """The bundled model with counts to start from, and a link that has time for the next step's prefetches."""
+    checkpoint = Checkpoint.open("mini")
+    warm = np.random.default_rng(0).integers(0, 9, (checkpoint.shape.n_moe_layers, checkpoint.shape.experts))
+
+    def costs(chosen: Settings) -> SplitCosts:
+        n = np.arange(33, dtype=np.int64)
+        return SplitCosts(100, 10 * n, 100 * n, cpu_token_ns=30, dense_ns=150, layer_ns=400)
+
+    options = EngineOptions(context_tokens=256)
+    with Engine(checkpoint, options, Settings(cache_ratio=0.25), costs, warm=warm) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")
@@ -33,18 +52,27 @@ def exact_settings(draw: st.DrawFn) -> Settings:
             st.fixed_dictionaries({"slots_per_layer": st.lists(st.integers(0, 32), min_size=8, max_size=8)}),
         )
     )
-    depth = draw(st.integers(0, 2))
-    prefetch = {"predictor": "gate", "prefetch_depth": depth, "prefetch_width": draw(st.integers(1, 8))}
+    predictor = draw(st.sampled_from(["none", "gate", "gate", "previous_step", "utility"]))
+    depth = draw(st.integers(1, 2)) if predictor == "gate" else 0
+    prefetch = {"predictor": predictor, "prefetch_depth": depth, "prefetch_width": draw(st.integers(1, 8))}
+    fixed = [] if predictor in NEXT_STEP else ["none"]
     gamma = draw(st.sampled_from([0, 1, 2, 4, 7]))
     return Settings.parse(
         {
             **slots,
-            **(prefetch if depth else {}),
-            "eviction": draw(st.sampled_from(["lru", "lfu", "lfru"])),
-            "admission": draw(st.sampled_from(["demand", "background", "none"])),
+            **prefetch,
+            "pool": draw(st.sampled_from(["layer", "shared"])),
+            "eviction": draw(st.sampled_from(["lru", "lfu", "lfru", "static", "utility", "random"])),
+            "admission": draw(st.sampled_from(["demand", "background", *fixed])),
             "admit_per_step": draw(st.integers(1, 4)),
             "miss_action": draw(st.sampled_from(["fetch", "cpu", "split"])),
-            "split_rule": draw(st.sampled_from(["makespan", "bandwidth"])),
+            "split_rule": draw(st.sampled_from(["makespan", "bandwidth", "tau", "per_expert"])),
+            "utility": {
+                "signal": draw(st.sampled_from(["delta", "level"])),
+                "adapt": draw(st.sampled_from(["real", "floored", "off"])),
+                "tau": draw(st.sampled_from(["auto", 1, 3, 5])),
+                "reset_done": draw(st.booleans()),
+            },
             "cpu_threads": draw(st.integers(1, 2)),
             "draft": {"kind": "ngram" if gamma else "none", "gamma": gamma},
             "prefill_chunk_tokens": draw(st.sampled_from([256, 40])),
