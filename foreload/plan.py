@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from foreload.budget import working_bytes
-from foreload.errors import BudgetError
+from foreload.errors import BudgetError, UsageError
+from foreload.formats import layer_bytes, layer_formats, slot_bytes
 from foreload.settings import Settings, staging_slots
 from foreload.shape import ModelShape
 from foreload.units import format_bytes
@@ -144,7 +145,7 @@ def make_plan(
     If the experts as stored exceed `ram_bytes`, they are planned in the largest format that fits. Raises BudgetError
     with the shortfall if none does, or if device memory cannot hold what is always there and the staging slots.
     """
-    name, expert, experts = _format(inventory, ram_bytes)
+    name, expert, experts = _format(inventory, settings, ram_bytes)
     shape = inventory.shape
     kv, working = shape.kv_bytes("bfloat16", context_tokens), working_bytes(shape, "bfloat16", context_tokens)
     staging = staging_slots(settings, shape)
@@ -169,15 +170,17 @@ def make_plan(
     )
 
 
-def _format(inventory: Inventory, ram_bytes: int | None) -> tuple[str, int, int]:
-    """Format, bytes of one expert and of all: as stored if that fits, else the largest that does."""
+def _format(inventory: Inventory, settings: Settings, ram_bytes: int | None) -> tuple[str, int, int]:
+    """Format, bytes of a slot and of all experts: as the settings say, else as stored, else the largest that fits."""
     stored = inventory.stored, inventory.slot_bytes, inventory.experts_bytes
-    if ram_bytes is None or inventory.experts_bytes <= ram_bytes:
+    if settings.expert_format is not None:
+        stored = _chosen(inventory, settings)
+    if ram_bytes is None or stored[2] <= ram_bytes:
         return stored
     count = inventory.shape.all_experts
+    others = () if settings.expert_format is not None else inventory.formats.items()
     smaller = sorted(
-        ((name, size, size * count) for name, size in inventory.formats.items() if size < inventory.slot_bytes),
-        key=lambda one: -one[1],
+        ((name, size, size * count) for name, size in others if size < inventory.slot_bytes), key=lambda one: -one[1]
     )
     for name, size, total in smaller:
         if total <= ram_bytes:
@@ -190,6 +193,14 @@ def _format(inventory: Inventory, ram_bytes: int | None) -> tuple[str, int, int]
         "ram",
         short,
     )
+
+
+def _chosen(inventory: Inventory, settings: Settings) -> tuple[str, int, int]:
+    if not inventory.formats:
+        raise UsageError(f"expert_format: {inventory.name} is planned as it is stored, {inventory.stored}")
+    formats = layer_formats(settings.expert_format, inventory.shape, "bfloat16")
+    sizes = layer_bytes(formats, inventory.shape)
+    return " + ".join(sorted(set(formats))), slot_bytes(formats, inventory.shape), inventory.shape.experts * sum(sizes)
 
 
 def _slots(fixed: int, staging: int, expert: int, vram_bytes: int, shape: ModelShape) -> int:

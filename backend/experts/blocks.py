@@ -10,6 +10,7 @@ from torch import Tensor
 
 from foreload.backend.experts.packing import TORCH_DTYPES, pack_rows, unpack_rows
 from foreload.backend.models.family import ExpertPart
+from foreload.backend.models.packed import Mxfp4
 from foreload.formats import MX_BLOCK, BlockLayout
 from foreload.shape import ModelShape
 
@@ -68,19 +69,27 @@ class BlockCodec:
             return ExpertViews(gate_up, down, clamp=self._clamp)
         return ExpertViews(gate_up, down, gate_up_bias.to(self._dtype), down_bias.to(self._dtype), self._clamp)
 
-    def write(self, block: Tensor, part: ExpertPart, tensor: Tensor) -> None:
-        """Pack a float tensor [rows, columns], or bias [rows], into its place."""
+    def write(self, block: Tensor, part: ExpertPart, tensor: Tensor | Mxfp4) -> None:
+        """Pack a tensor [rows, columns], or bias [rows], into its place; what is MXFP4 already is copied as it is."""
         if part in ("gate_up_bias", "down_bias"):
             bias = self._bias(block, "down" if part == "down_bias" else "gate_up")
             assert bias is not None
+            assert isinstance(tensor, Tensor)
             bias.copy_(tensor)
             return
         rows, scales = self._matrix(block, "down" if part == "down" else "gate_up")
         first = self._shape.expert_width if part == "up" else 0
-        packed, packed_scales = pack_rows(tensor, self.layout.format)
-        rows[first : first + len(tensor)].copy_(packed)
+        packed, packed_scales = self._packed(tensor)
+        rows[first : first + len(packed)].copy_(packed)
         if scales is not None and packed_scales is not None:
-            scales[first : first + len(tensor)].copy_(packed_scales)
+            scales[first : first + len(packed)].copy_(packed_scales)
+
+    def _packed(self, tensor: Tensor | Mxfp4) -> tuple[Tensor, Tensor | None]:
+        if isinstance(tensor, Tensor):
+            return pack_rows(tensor, self.layout.format)
+        if self.layout.format == "mxfp4":
+            return tensor.blocks.flatten(1), tensor.scales
+        return pack_rows(tensor.floats(), self.layout.format)
 
     def _matrix(self, block: Tensor, name: Matrix) -> tuple[Tensor, Tensor | None]:
         """Packed rows and scales of a matrix inside a block, as `unpack_rows` takes them."""

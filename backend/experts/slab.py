@@ -87,7 +87,8 @@ class HostSlab:
     def _load(self, checkpoint: Checkpoint, device: torch.device, progress: Callable[[int, int], None] | None) -> None:
         """Fill the blocks; what takes long to pack is kept on disk for the next time."""
         kept = None
-        if self.blocks.numel() >= conversions.SMALLEST_BYTES and not all(codec.plain for codec in self.codecs):
+        as_stored = [codec.plain or codec.layout.format == checkpoint.stored == "mxfp4" for codec in self.codecs]
+        if self.blocks.numel() >= conversions.SMALLEST_BYTES and not all(as_stored):
             kept = conversions.Conversion(checkpoint, self.layouts)
             if kept.load(self.blocks):
                 return
@@ -100,7 +101,7 @@ class HostSlab:
 
     def _fill(self, checkpoint: Checkpoint, device: torch.device, progress: Callable[[int, int], None] | None) -> None:
         total = checkpoint.expert_parts()
-        for done, (at, expert, part, tensor) in enumerate(checkpoint.read_experts(device), 1):
+        for done, (at, expert, part, tensor) in enumerate(checkpoint.read_stored(device), 1):
             self.codecs[at].write(self._blocks[at][expert], part, tensor)
             if progress is not None:
                 progress(done, total)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -17,10 +18,20 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -
 
 def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     """fp32 [rows, 32 b] from blocks [rows, b, 16] and scales [rows, b], both uint8; a byte's low half comes first."""
-    table = torch.tensor(_E2M1, device=blocks.device)
-    halves = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
-    values = table[halves.int()]
-    return torch.ldexp(values, scales.int()[..., None] - MX_BIAS).flatten(-2)
+    pairs, powers = _tables(blocks.device)
+    values = torch.index_select(pairs, 0, blocks.flatten().int()).view(torch.float32).view(*scales.shape, MX_BLOCK)
+    values *= torch.index_select(powers, 0, scales.flatten().int()).view(*scales.shape, 1)
+    return values.flatten(-2)
+
+
+@cache
+@torch.inference_mode(False)
+def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
+    """What a byte of two values stands for, as the bits of two floats in an int64; and the power of each scale."""
+    pairs = torch.tensor([(_E2M1[byte & 15], _E2M1[byte >> 4]) for byte in range(256)], device=device)
+    powers = torch.ldexp(torch.ones(256, device=device), torch.arange(256, device=device) - MX_BIAS)
+    powers[MX_NAN] = float("nan")
+    return pairs.view(torch.int64).flatten(), powers
 
 
 class Mxfp4(NamedTuple):

@@ -18,6 +18,8 @@ from foreload.backend.engine import Engine, EngineOptions
 from foreload.backend.experts.check import check_placement
 from foreload.backend.experts.slab import HostSlab
 from foreload.backend.models.checkpoint import Checkpoint
+from foreload.backend.models.packed import Mxfp4
+from foreload.backend.models.published import published_config
 from foreload.errors import FileError, InternalError
 from foreload.settings import Settings
 
@@ -178,16 +180,58 @@ def test_peak_memory_is_the_slab_and_one_shard(tmp_path: Path, stacked: bool) ->
     folder = big_model(tmp_path, stacked, **shape)
     checkpoint = Checkpoint.open(str(folder))
     shard = max(path.stat().st_size for path in checkpoint.files())
+    before = reset_peak()
+    slab = HostSlab(checkpoint, torch.float32, False)
+    size = slab.blocks.numel() * slab.blocks.element_size()
+    assert size > 160e6
+    assert shard < 25e6
+    assert peak_bytes() - before <= size + shard + 8e6
+
+
+@pytest.mark.integration
+def test_mxfp4_is_never_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """107 MB of packed experts: the slab holds the file's very bytes, and took no more memory than that."""
+    folder = big_packed_model(tmp_path, layers=4, experts=16, size=1024)
+    checkpoint = Checkpoint.open(str(folder))
+    monkeypatch.setattr(Mxfp4, "floats", lambda _: pytest.fail("experts were expanded"))
+    before = reset_peak()
+    slab = HostSlab(checkpoint, torch.float32, False, formats=("mxfp4",) * 4)
+    assert peak_bytes() - before <= slab.blocks.numel() + (folder / "1.safetensors").stat().st_size + 8e6
+    stored = load_file(folder / "2.safetensors")
+    start, layout, block = "model.layers.1.mlp.experts.", slab.layout(1), slab.block(1, 5)
+    for name, at in (("gate_up_proj", layout.gate_up), ("down_proj", layout.down)):
+        blocks = stored[f"{start}{name}_blocks"][5].flatten()
+        assert torch.equal(block[at : at + len(blocks)], blocks)
+    scales = stored[f"{start}down_proj_scales"][5].flatten()
+    assert torch.equal(block[layout.down_scale : layout.down_scale + len(scales)], scales)
+
+
+def reset_peak() -> int:
+    """Forget the peak so far; what it is then."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         pytest.skip("this system does not reset the peak of a process")
-    before = peak_bytes()
-    slab = HostSlab(checkpoint, torch.float32, False)
-    size = slab.blocks.numel()
-    assert size > 160e6
-    assert shard < 25e6
-    assert peak_bytes() - before <= size + shard + 8e6
+    return peak_bytes()
+
+
+def big_packed_model(folder: Path, layers: int, experts: int, size: int) -> Path:
+    """Random MXFP4 experts in the layout of gpt-oss, one shard per layer, hidden and expert width `size`."""
+    index = {}
+    for layer in range(layers):
+        start, shard = f"model.layers.{layer}.mlp.experts.", {}
+        for name, rows in (("gate_up_proj", 2 * size), ("down_proj", size)):
+            groups = (experts, rows, size // 32)
+            shard[f"{start}{name}_blocks"] = torch.randint(256, (*groups, 16), dtype=torch.uint8)
+            shard[f"{start}{name}_scales"] = torch.randint(118, 121, groups, dtype=torch.uint8)
+            shard[f"{start}{name}_bias"] = torch.zeros(experts, rows)
+        save_file(shard, folder / f"{layer + 1}.safetensors")
+        index |= dict.fromkeys(shard, f"{layer + 1}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    sizes = {"num_hidden_layers": layers, "num_local_experts": experts, "layer_types": None}
+    config = {**published_config("gpt-oss-20b"), **sizes, "hidden_size": size, "intermediate_size": size}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def big_model(folder: Path, stacked: bool, layers: int, experts: int, hidden: int, width: int) -> Path:

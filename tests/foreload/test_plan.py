@@ -100,6 +100,19 @@ def test_the_largest_format_that_fits() -> None:
 
 
 @pytest.mark.unit
+def test_formats_of_the_settings() -> None:
+    inventory = take_inventory("shape:olmoe-1b-7b")
+    mixed = Settings(expert_format=("bf16", *("mxfp4",) * 15))
+    made = make_plan(inventory, mixed, 2048)
+    assert made.format == "bf16 + mxfp4"
+    assert made.slot_bytes == inventory.formats["bf16"]
+    assert made.experts_bytes == 64 * (inventory.formats["bf16"] + 15 * inventory.formats["mxfp4"])
+    assert make_plan(inventory, Settings(expert_format="int8"), 2048).experts_bytes == 1024 * inventory.formats["int8"]
+    with pytest.raises(BudgetError, match=r"in bf16 \+ mxfp4: 1 B \(1 bytes\) short"):
+        make_plan(inventory, mixed, 2048, ram_bytes=made.experts_bytes - 1)
+
+
+@pytest.mark.unit
 def test_more_memory_is_never_slower() -> None:
     inventory = take_inventory("shape:glm-4.7-flash")
     found = [make_plan(inventory, Settings(), 2048, vram_bytes=n * GIB).tokens_per_s for n in (8, 16, 32, 64, 128)]
