@@ -17,6 +17,7 @@ from foreload.formats import FORMATS, BlockLayout, PackedFormat, block_layout
 from foreload.profiler.bench import Bench
 from foreload.profiler.schema import Measurement
 from foreload.profiler.stats import gpu_microseconds, host_samples, summarise
+from foreload.shape import ModelShape
 
 SCRATCH_BYTES = 64 << 20
 """More than caches keep, so that experts are read from memory as they are in decode."""
@@ -25,12 +26,14 @@ SCRATCH_BYTES = 64 << 20
 class ScratchExperts:
     """Experts of one layer in some format, all the same weights at different places: `ExpertBlocks` without a model."""
 
-    def __init__(self, bench: Bench, format: PackedFormat) -> None:
-        shape = bench.shape
-        self.dtype = bench.decoder.embedding.dtype
-        codec = BlockCodec(block_layout(format, shape), shape, self.dtype)
+    def __init__(
+        self, shape: ModelShape, dtype: torch.dtype, format: PackedFormat, scratch_bytes: int = SCRATCH_BYTES
+    ) -> None:
+        """At least 2 `top_k` experts, and as many of the model's as `scratch_bytes` hold; activations are `dtype`."""
+        self.dtype = dtype
+        codec = BlockCodec(block_layout(format, shape), shape, dtype)
         most, size = shape.experts * shape.n_moe_layers, codec.layout.bytes
-        count = min(most, max(2 * shape.top_k, SCRATCH_BYTES // size))
+        count = min(most, max(2 * shape.top_k, scratch_bytes // size))
         self.shape = replace(shape, layers=1, moe_layers=(0,), experts=count)
         self.codec = codec
         one = torch.zeros(size, dtype=torch.uint8)
@@ -59,7 +62,7 @@ def by_format(bench: Bench, rounds: int, threads: tuple[int, ...]) -> Iterator[M
     own = bench.engine.formats[0]
     for format in FORMATS:
         if format != "fp32" or format == own:
-            scratch = ScratchExperts(bench, format)
+            scratch = ScratchExperts(bench.shape, bench.decoder.embedding.dtype, format)
             yield from _on_device(bench, scratch, rounds)
             for count in threads:
                 yield from _on_cpu(bench, scratch, rounds, count)
