@@ -19,11 +19,14 @@ from foreload.backend.export.placement import slots
 from foreload.backend.export.tensors import gguf_tensors
 from foreload.backend.export.vllm import ends
 from foreload.errors import FileError, UsageError
+from foreload.settings import Settings
 from foreload.traces.export import sglang_kt_counts
 
 NAME = "sglang-kt"
 CHECKED = "sglang-kt as of 2026-11: options as in its documentation and source, not run"
-EXPRESSES = frozenset({"slots_per_layer", "cache_ratio", "miss_action", "cpu_threads", "headroom_bytes"})
+EXPRESSES = frozenset(
+    {"slots_per_layer", "cache_ratio", "miss_action", "cpu_threads", "expert_format", "headroom_bytes"}
+)
 COUNTS = "expert_counts.pt"
 FLAGS = {
     "--kt-gpu-experts-ratio": Flag(("--kt-gpu-experts-ratio",)),
@@ -34,6 +37,7 @@ FLAGS = {
     "--kt-max-deferred-experts-per-token": Flag(("--kt-max-deferred-experts-per-token",)),
     "--context-length": Flag(("--context-length",)),
 }
+METHODS = {None: "BF16", "bf16": "BF16", "fp8": "FP8", "int8": "AMXINT8", "mxfp4": "MXFP4"}
 STRATEGIES = ("uniform", "frequency", "front-loading", "random")
 
 
@@ -41,7 +45,14 @@ def make(target: Target) -> Exported:
     """The command of `target`, and the file of counts if it has any."""
     shape, counts = target.shape, slots(target, ends(target.shape))
     command = ["python", "-m", "sglang.launch_server", "--model", target.weights, "--kt-weight-path", target.weights]
-    command += ["--kt-method", "BF16", "--kt-cpuinfer", str(target.settings.cpu_threads), "--kt-threadpool-count", "1"]
+    command += [
+        "--kt-method",
+        method(target.settings),
+        "--kt-cpuinfer",
+        str(target.settings.cpu_threads),
+        "--kt-threadpool-count",
+        "1",
+    ]
     command += ["--kt-max-deferred-experts-per-token", "0", "--context-length", str(target.context)]
     files: dict[str, bytes] = {}
     if target.counts is None:
@@ -54,6 +65,13 @@ def make(target: Target) -> Exported:
         command += ["--init-expert-location", f"{target.folder.rstrip('/')}/{COUNTS}" if target.folder else COUNTS]
     command.append("--disable-shared-experts-fusion")
     return Exported(NAME, CHECKED, tuple(command), files, _notes(target))
+
+
+def method(settings: Settings) -> str:
+    """`--kt-method` for the experts' format; UsageError for formats by layer."""
+    if isinstance(settings.expert_format, tuple):
+        raise UsageError("expert_format: sglang-kt has one format for all layers: give one")
+    return METHODS[settings.expert_format]
 
 
 def _notes(target: Target) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from foreload.dashboard.app.data import Dataset
 from foreload.dashboard.app.url import seed
 from foreload.dashboard.app.view import View
 from foreload.errors import ForeloadError, SettingsError
+from foreload.formats import ExpertFormat
 from foreload.settings import (
     MAX_GAMMA,
     MAX_PREFETCH_DEPTH,
@@ -40,6 +41,7 @@ CONTROLS = {
     "prefetch_width": "width",
 }
 """Field of the settings -> its control."""
+PROFILED = "as the weights"
 FACTORS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)
 CONTEXTS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
@@ -56,7 +58,7 @@ def sidebar() -> View | None:
             machine = _machine()
         settings = Settings.parse(fields)
         budget = slot_budget(found.shape, found.dtype, memory, context, settings)
-        capacity = check_slots(settings, found.shape, budget, found.profile.meta.expert_bytes)
+        capacity = check_slots(settings, found.shape, budget, found.expert_bytes(settings))
         return View(name, found, machine, memory, context, budget, settings, capacity)
     except ForeloadError as error:
         st.error(str(error))
@@ -143,7 +145,13 @@ def _decisions(found: Dataset) -> dict[str, Any]:
         fields["prefetch_width"] = st.select_slider(
             "Experts prefetched per layer", widths, key=seed("width", found.shape.top_k, widths)
         )
-    return {**fields, **_draft()}
+    return {**fields, **_format(), **_draft()}
+
+
+def _format() -> dict[str, Any]:
+    """How experts are stored."""
+    chosen = _choice("Expert format", (PROFILED, *get_args(ExpertFormat)), "format")
+    return {} if chosen == PROFILED else {"expert_format": chosen}
 
 
 def _draft() -> dict[str, Any]:
@@ -202,6 +210,8 @@ def look_at(settings: Settings) -> None:
     rest = settings.model_dump(mode="json", exclude_defaults=True)
     if settings.utility == Utility(tau=settings.utility.tau) and settings.split_rule == "tau":
         rest.pop("utility", None)
+    if isinstance(settings.expert_format, str):
+        values["format"] = rest.pop("expert_format")
     rest = {k: v for k, v in rest.items() if k not in (*CONTROLS, "slots_per_layer", "cache_ratio", "draft")}
     values["more"] = json.dumps(rest) if rest else ""
     for name, value in values.items():

@@ -15,6 +15,7 @@ from foreload.assets import ASSETS
 from foreload.budget import fixed_bytes
 from foreload.errors import UsageError
 from foreload.files import read_mapping
+from foreload.formats import layer_formats, slot_bytes
 from foreload.profiler.schema import HardwareProfile
 from foreload.settings import Settings, staging_slots
 from foreload.shape import ModelShape
@@ -101,6 +102,10 @@ class Dataset:
         before = decoded & ~np.isin(self.trace.request, self.requests)
         return self._use(before if before.any() else decoded)
 
+    def expert_bytes(self, settings: Settings) -> int:
+        """Bytes of a slot under `settings`."""
+        return slot_bytes(layer_formats(settings.expert_format, self.shape, self.dtype), self.shape)
+
     def _use(self, chosen: NDArray[np.bool_]) -> NDArray[np.int64]:
         rows, experts = self.trace.experts[chosen], self.shape.experts
         return np.array([np.bincount(rows[:, at].ravel(), minlength=experts) for at in range(self.shape.n_moe_layers)])
@@ -181,11 +186,11 @@ def timeline(name: str, machine: Machine, settings: Settings, capacity: tuple[in
 
 
 @lru_cache(maxsize=KEPT)
-def floor(name: str, machine: Machine, slots: int) -> Bounds:
-    """What no setting with so many slots can beat on the simulated requests."""
+def floor(name: str, machine: Machine, settings: Settings, slots: int) -> Bounds:
+    """What no setting with so many slots, and experts in the format of `settings`, can beat on the same requests."""
     data = load(name)
     requests = load_requests(data.trace, data.shape, None, data.requests)
-    return bounds(requests, costs(name, machine), slots, data.loads)
+    return bounds(requests, costs(name, machine).for_settings(settings), slots, data.loads)
 
 
 def warm(name: str, progress: Callable[[str], None] = lambda what: None) -> None:
@@ -195,7 +200,7 @@ def warm(name: str, progress: Callable[[str], None] = lambda what: None) -> None
     progress("simulating once")
     capacity = (data.shape.experts // 4,) * data.shape.n_moe_layers
     predict(name, Machine(), Settings(), capacity)
-    floor(name, Machine(), sum(capacity))
+    floor(name, Machine(), Settings(), sum(capacity))
     progress("hit rates at every cache size")
     _ = data.curves
 
@@ -225,7 +230,7 @@ def pareto(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 def sweep(name: str, machine: Machine, settings: Settings, context: int) -> list[tuple[int, SimResult]]:
     """Device bytes and simulation at about a dozen uniform slot counts, ascending."""
     data = load(name)
-    staging, size = staging_slots(settings, data.shape), data.profile.meta.expert_bytes
+    staging, size = staging_slots(settings, data.shape), data.expert_bytes(settings)
     fixed = fixed_bytes(data.shape, data.dtype, context) + settings.headroom_bytes + staging * size
     found = []
     for count in slot_points(data.shape.experts):

@@ -33,7 +33,7 @@ class View:
     @property
     def base_capacity(self) -> tuple[int, ...]:
         """What the default keeps: the largest uniform count that fits."""
-        return check_slots(self.base, self.data.shape, self.budget, self.data.profile.meta.expert_bytes)
+        return check_slots(self.base, self.data.shape, self.budget, self.data.expert_bytes(self.base))
 
     def predicted(self) -> SimResult:
         """The simulation of these settings."""
@@ -45,7 +45,8 @@ class View:
 
     def floor(self) -> Bounds:
         """What nothing can beat in this memory."""
-        return data.floor(self.name, self.machine, sum(self.capacity) + staging_slots(self.settings, self.data.shape))
+        slots = sum(self.capacity) + staging_slots(self.settings, self.data.shape)
+        return data.floor(self.name, self.machine, self.settings, slots)
 
     @property
     def plan(self) -> Settings:

@@ -209,7 +209,12 @@ def test_sglang_kt_with_a_file_of_counts(late: ModelShape) -> None:
 
 @pytest.mark.unit
 def test_sglang_kt_without_counts_is_per_layer(qwen: ModelShape) -> None:
-    read = kt_arguments(export("sglang-kt", target(qwen, {"cache_ratio": 0.25})).command)
+    made = export("sglang-kt", target(qwen, {"cache_ratio": 0.25, "expert_format": "fp8"}))
+    read = kt_arguments(made.command)
+    assert read.kt_method == "FP8"
+    assert not any("expert_format" in note for note in made.notes)
+    with pytest.raises(UsageError, match="one format for all layers"):
+        export("sglang-kt", target(qwen, {"cache_ratio": 0.25, "expert_format": ["fp8"] * 48}))
     assert (read.kt_num_gpu_experts, read.kt_expert_placement_strategy) == (32, "uniform")
     assert read.kt_gpu_experts_ratio is None
 

@@ -145,6 +145,7 @@ def test_what_the_recording_does_not_hold_is_named() -> None:
     script = start(draft="ngram")
     assert script.slider(key="gamma").value == 4
     assert "draft" in script.error[0].value
+    assert "expert_format int8 was not measured" in start(format="int8").error[0].value
     assert "quasi_hidden" in start(predictor="quasi_hidden").error[0].value
     recorded = start(predictor="gate", depth="2", width="8")
     assert (recorded.button_group(key="depth").value, recorded.select_slider(key="width").value) == (2, 8)

@@ -34,7 +34,7 @@ def page(view: View) -> None:
         other = _other(view, choice)
         if other is None:
             return
-        capacity = check_slots(other, view.data.shape, view.budget, view.data.profile.meta.expert_bytes)
+        capacity = check_slots(other, view.data.shape, view.budget, view.data.expert_bytes(other))
         _show(view, choice, other, data.predict(view.name, view.machine, other, capacity))
     except ForeloadError as error:
         st.error(str(error))
