@@ -41,6 +41,7 @@ from foreload.backend.replay import Replay, ReplayStep
 from foreload.backend.sampling import Sampler, Sampling
 from foreload.backend.speculate.accept import judge
 from foreload.backend.speculate.drafts import Drafts
+from foreload.backend.speculate.model import ModelDrafter, draft_bytes, open_draft
 from foreload.backend.turns import Turns
 from foreload.backend.warm import warm_start
 from foreload.budget import slot_budget
@@ -116,8 +117,11 @@ class Engine:
             limit = checkpoint.shape.max_positions
             raise UsageError(f"context_tokens {options.context_tokens} exceeds the model's {limit} positions")
         Drafts.check(settings, options.context_tokens)
+        named = settings.draft.model_name
+        draft = None if named is None else open_draft(named, checkpoint, options.context_tokens)
         self.checkpoint, self.options, self.shape = checkpoint, options, checkpoint.shape
         self.dtype_name = options.resolved_dtype
+        self._draft_bytes = 0 if draft is None else draft_bytes(draft, self.dtype_name, options.context_tokens)
         self.device = torch.device(options.device)
         dtype = getattr(torch, self.dtype_name)
         self.formats = layer_formats(settings.expert_format, self.shape, self.dtype_name)
@@ -149,7 +153,8 @@ class Engine:
         if options.shadow:
             self.forward.shadow = Shadow(self.shape.n_moe_layers)
         self.settings = settings
-        self._drafts = Drafts(options.context_tokens)
+        context, vocab = options.context_tokens, self.shape.vocab
+        self.drafts = Drafts(None if draft is None else ModelDrafter(draft, self.device, dtype, context, vocab), named)
         self._request = threading.Lock()
         self._turns = Turns()
         self._follow(settings, self._predictors.use(settings))
@@ -161,7 +166,8 @@ class Engine:
         return cls(Checkpoint.open(model), options or EngineOptions(), settings)
 
     def _slot_limit(self, settings: Settings) -> int:
-        return slot_budget(self.shape, self.dtype_name, self._vram_bytes, self.options.context_tokens, settings)
+        context, beside = self.options.context_tokens, self._draft_bytes
+        return slot_budget(self.shape, self.dtype_name, self._vram_bytes, context, settings, beside)
 
     def _open_forward(self, decoder: Decoder) -> tuple[Copies, Forward, str]:
         """What decodes, and how, in words: graphs on a GPU where this machine has what they need, else eager blocks."""
@@ -198,7 +204,7 @@ class Engine:
     def _follow(self, settings: Settings, used: Predictor | None) -> None:
         width, layers = settings.width(self.shape), settings.speculated(self.shape)
         self.forward.look_ahead.follow(used, settings.prefetch_depth, width, layers)
-        self._drafts.follow(settings)
+        self.drafts.follow(settings)
         self.forward.prepare(range(1, settings.draft.gamma + 2))
 
     def predictor(self, name: str, rolled: bool = False) -> Predictor:
@@ -223,6 +229,7 @@ class Engine:
         """
         Drafts.check(settings, self.options.context_tokens)
         self._check_format(settings)
+        self.drafts.check_loaded(settings)
         watch = Watch(self)
         with self._turns.guest():
             settings.speculated(self.shape)
@@ -352,8 +359,8 @@ class Engine:
     ) -> None:
         """One recorded step; what is drafted and drawn costs its time and is forgotten."""
         with self._turns.turn():
-            if self._drafts.on and text:
-                self._drafts.propose(text, len(step.token_ids) - 1, sampler)
+            if self.drafts.on and text:
+                self.drafts.propose(text, len(step.token_ids) - 1, sampler)
             recorded.row = step.row
             sampler.draw(self.forward.decode(step.token_ids, position)[-1])
 
@@ -361,9 +368,9 @@ class Engine:
         self, text: list[int], most: int, sampler: Sampler, follower: Follower, stop_ids: frozenset[int]
     ) -> tuple[int, list[int]]:
         """One decode step after `text`: how many tokens were drafted, and the 1 to `most` tokens to add."""
-        marks, verify = self.forward.marks, self._drafts.on
+        marks, verify = self.forward.marks, self.drafts.on
         marks.start()
-        proposal = self._drafts.propose(text, most - 1, sampler)
+        proposal = self.drafts.propose(text, most - 1, sampler)
         if verify:
             marks.mark("draft")
         fed, position = [text[-1], *proposal.tokens], len(text) - 1
@@ -417,7 +424,7 @@ class Engine:
             with self.copies.lock:
                 self.brain.start_request()
                 self.copies.settle()
-            self._drafts.start(prompt_ids)
+            self.drafts.start(prompt_ids)
         logits, at = torch.empty(0), 0
         while at < len(prompt_ids):
             with self._turns.turn():

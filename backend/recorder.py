@@ -120,7 +120,10 @@ def trace_meta(
 def drafting(settings: Settings) -> dict[str, Any]:
     """What a recording says about drafts beside the sampling; nothing without them."""
     draft = settings.draft
-    return {} if draft.kind == "none" else {"draft": draft.kind, "gamma": draft.gamma}
+    if draft.kind == "none":
+        return {}
+    named = {"draft_model": draft.model_name} if draft.kind == "model" else {}
+    return {"draft": draft.kind, "gamma": draft.gamma, **named}
 
 
 def watched(engine: Engine, names: Sequence[str] | None, depth: int, rolled: bool = False) -> Watched:

@@ -45,6 +45,11 @@ class TextTokenizer:
                     return frozenset([eos] if isinstance(eos, int) else eos)
         return frozenset()
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Every token's number."""
+        return dict(self._tokenizer.get_vocab())
+
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids of `text`; `special`: with the tokens that the model wants around a text."""
         return list(self._tokenizer.encode(text, add_special_tokens=special).ids)

@@ -38,9 +38,14 @@ def working_bytes(shape: ModelShape, dtype: str, context_tokens: int) -> int:
 
 
 def slot_budget(
-    shape: ModelShape, dtype: str, vram_bytes: int, context_tokens: int, settings: Settings | None = None
+    shape: ModelShape,
+    dtype: str,
+    vram_bytes: int,
+    context_tokens: int,
+    settings: Settings | None = None,
+    draft_bytes: int = 0,
 ) -> int:
-    """Slots, persistent and staging, that fit beside the fixed bytes and `settings.headroom_bytes`.
+    """Slots, persistent and staging, that fit beside the fixed bytes, a draft model and `settings.headroom_bytes`.
 
     Raises BudgetError with the shortfall if they cannot even hold the staging of `settings` (default: the defaults).
     """
@@ -48,6 +53,7 @@ def slot_budget(
     size = slot_bytes(layer_formats(chosen.expert_format, shape, dtype), shape)
     staging = staging_slots(chosen, shape)
     fixed = fixed_bytes(shape, dtype, context_tokens) + chosen.headroom_bytes + predictor_bytes(shape, dtype, chosen)
+    fixed += draft_bytes
     slots = (vram_bytes - fixed) // size
     if slots < staging:
         shortfall = fixed + staging * size - vram_bytes

@@ -29,16 +29,21 @@ SplitRule = Literal["makespan", "tau", "bandwidth", "per_expert"]
 Objective = Literal["makespan", "balance"]
 NEXT_STEP = ("previous_step", "utility")
 """Predictors of a layer's next step, where no gate runs ahead and `prefetch_depth` stays 0."""
-DraftKind = Literal["none", "ngram"]
+DraftKind = Literal["none", "ngram", "model"]
 
 
 class Draft(BaseModel):
-    """What proposes tokens that the model then verifies in one step, `gamma` at most."""
+    """What proposes tokens that the model then verifies in one step, `gamma` at most.
+
+    `model` is a folder or a bundled name (for kind `model` by default "draft"). It is loaded with the engine and stays
+    on the device whatever `kind` is in force, so that `kind` and `gamma` may change while the engine runs.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: DraftKind = "none"
     gamma: Annotated[int, Field(ge=0, le=MAX_GAMMA)] = 0
+    model: Annotated[str, Field(min_length=1)] | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -47,6 +52,11 @@ class Draft(BaseModel):
                 f"gamma {self.gamma} does not go with kind {self.kind!r}: 0 goes with 'none', 1 or more with the others"
             )
         return self
+
+    @property
+    def model_name(self) -> str | None:
+        """The draft model to have on the device, if any."""
+        return self.model or ("draft" if self.kind == "model" else None)
 
 
 class Utility(BaseModel):

@@ -79,9 +79,10 @@ def _windows(bench: Bench, effort: probes.Effort) -> Iterator[Measurement]:
     yield from windows.drafts(bench, rounds)
 
 
-def bench_settings(shape: ModelShape) -> Settings:
-    """The smallest settings an engine needs to be profiled under."""
-    return Settings(slots_per_layer=(min(2 * shape.top_k, shape.experts),) * shape.n_moe_layers)
+def bench_settings(shape: ModelShape, draft_model: str | None = None) -> Settings:
+    """The smallest settings an engine needs to be profiled under, perhaps with a draft model beside it."""
+    slots = (min(2 * shape.top_k, shape.experts),) * shape.n_moe_layers
+    return Settings.parse({"slots_per_layer": slots, "draft": {"model": draft_model}})
 
 
 def _fixed_probe(bench: Bench) -> float:
@@ -110,6 +111,7 @@ def _meta(engine: Engine, mode: Mode, noise: list[float]) -> ProfileMeta:
         cpu_experts=describe(),
         mode=mode,
         emulated_link_bytes_per_s=engine.options.link_bytes_per_s,
+        draft_model=engine.drafts.name,
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         software=software(),
         noise_pct=round(spread, 2),

@@ -36,6 +36,7 @@ Probes (the names are a contract between profiler and cost model). `p50_us` is t
     window_experts_gpu  experts, tokens       resident experts of such a step, with so many tokens together
     window_experts_cpu  experts, tokens, threads  the same on the CPU, hand-off and result included
     draft_ngram     tokens                    proposing that many tokens by prompt look-up
+    draft_model     tokens                    the same by the draft model of `meta.draft_model`, if there was one
     sample          tokens                    choosing at a temperature after looking at that many places of a window
 
 With a calibration also `predict_NAME` at `depth`, for every other predictor NAME and rolled form NAME_rolled.
@@ -90,6 +91,7 @@ class ProfileMeta(BaseModel):
     cpu_experts: str = ""  # what runs them: the native library and its instruction set, or torch
     mode: Literal["quick", "full"]
     emulated_link_bytes_per_s: Annotated[int, Field(ge=1)] | None = None
+    draft_model: str | None = None  # as settings name it
     date: str
     software: dict[str, str]
     noise_pct: Annotated[float, Field(ge=0)]  # spread of one fixed probe repeated over the run

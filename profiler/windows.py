@@ -109,6 +109,8 @@ def cpu_windows(bench: Bench, rounds: int, threads: int) -> Iterator[Measurement
 def drafts(bench: Bench, rounds: int) -> Iterator[Measurement]:
     """Proposing tokens, by how many; choosing at a temperature, by how many places of the window are looked at."""
     yield from _draft(bench, "draft_ngram", NgramDrafter(), rounds)
+    if bench.engine.drafts.model is not None:
+        yield from _draft(bench, "draft_model", bench.engine.drafts.model, rounds)
     sampler, vocab, device = Sampler(Sampling(temperature=1.0)), bench.shape.vocab, bench.engine.device
     for rows in TOKENS:
         logits = torch.randn(rows, vocab, device=device)
@@ -130,4 +132,6 @@ def _draft(bench: Bench, probe: str, drafter: Drafter, rounds: int) -> Iterator[
             if len(text) + 2 * gamma < most:
                 text += proposal.tokens[:2]
 
-        yield summarise(probe, host_samples(propose, rounds, bench.engine.device), tokens=gamma)
+        samples = host_samples(propose, rounds, bench.engine.device)
+        busy = gpu_microseconds(propose, rounds, bench.engine.device) if probe == "draft_model" else 0.0
+        yield summarise(probe, samples, busy, tokens=gamma)

@@ -97,6 +97,7 @@ class Space:
     speculations: tuple[Speculation, ...] = ()
     dtype: str = "float32"
     warm: bool = False  # whether there are counts of a recording to start from
+    draft_slots: int = 0  # slots that a draft model takes from the others, if it is not on the device anyway
 
     @classmethod
     def of(
@@ -107,10 +108,12 @@ class Space:
         slots: int,
         allowed: Sequence[Speculation] = (),
         warm: bool = False,
+        draft_bytes: int | None = None,
     ) -> Space:
         """Threads the profile measured; predictors, depths, widths and draft that the trace holds and it can cost.
 
-        Of the speculations `allowed`, those the trace has predictions for.
+        Of the speculations `allowed`, those the trace has predictions for. `draft_bytes` of the model that drafted the
+        recording; None: unknown, so such drafts are left out.
         """
         shape = costs.shape
         looks = _looks(trace, costs)
@@ -122,21 +125,21 @@ class Space:
         ]
         widest = min((table.shape[2] for table in tables), default=0)
         widths = {w for w in (max(1, shape.top_k // 2), shape.top_k, widest) if 0 < w <= widest}
-        recorded = recorded_draft(trace)
-        draft = None
-        if recorded is not None and costs.has_windows(recorded[0]):
-            draft = Draft.model_validate({"kind": recorded[0], "gamma": recorded[1]})
+        draft, taken = _recorded(trace, costs), 0
+        if draft is not None and draft.model_name not in (None, base.draft.model_name):
+            draft, taken = (None, 0) if draft_bytes is None else (draft, -(-draft_bytes // costs.expert_bytes))
         ready = {name for name, _ in looks.get(1, ())} if costs.measured("speculated") else set()
         usable = tuple(s for s in allowed if s.predictor in ready and shape.top_k in widths)
         dtype = costs.profile.meta.dtype
         every = tuple(sorted(widths))
-        return cls(shape, base, slots, costs.cpu_threads, looks, every, draft, usable, dtype, warm)
+        return cls(shape, base, slots, costs.cpu_threads, looks, every, draft, usable, dtype, warm, taken)
 
     def budget(self, settings: Settings) -> int:
-        """Slots, persistent and staging, beside the calibration that `settings` keep on the device."""
+        """Slots, persistent and staging, beside the calibration and the draft model that `settings` add to the base."""
         size = self.shape.expert_bytes(self.dtype)
         more = predictor_bytes(self.shape, self.dtype, settings) - predictor_bytes(self.shape, self.dtype, self.base)
-        return self.slots - -(-more // size)
+        model = self.draft_slots if settings.draft == self.draft else 0
+        return self.slots - -(-more // size) - model
 
     def uniform(self, **changes: Any) -> Settings | None:
         """`base` with `changes` and the largest uniform slot count; None if its staging does not fit."""
@@ -269,3 +272,15 @@ def _recall(trace: Trace, predicted: NDArray[np.int16], depth: int) -> float:
     rows = np.flatnonzero(trace.phase != PREFILL)[:RECALL_ROWS]
     experts, guesses = trace.experts[rows, depth:], predicted[rows, depth:, : trace.meta.top_k]
     return float((experts[..., None] == guesses[:, :, None]).any(-1).mean()) if len(rows) else 0.0
+
+
+def _recorded(trace: Trace, costs: CostModel) -> Draft | None:
+    """The draft whose windows a trace holds, if the profile can cost it."""
+    recorded = recorded_draft(trace)
+    if recorded is None or not costs.has_windows(recorded[0]):
+        return None
+    draft = Draft.model_validate({"kind": recorded[0], "gamma": recorded[1]})
+    model = trace.meta.sampling.get("draft_model") or draft.model_name
+    if draft.kind != "model":
+        return draft
+    return draft.model_copy(update={"model": model}) if model == costs.profile.meta.draft_model else None

@@ -233,6 +233,16 @@ class CostModel:
         more, busier = max(0, found.host_ns - base.host_ns), max(0, found.gpu_ns - base.gpu_ns)
         return Cost(one.host_ns + more, one.gpu_ns + busier, worst(one.source, found.source))
 
+    def draft(self, settings: Settings, tokens: int) -> Cost:
+        """Proposing `tokens` tokens; MismatchError if another draft model was measured than the settings name."""
+        if settings.draft.kind == "model" and self.profile.meta.draft_model != settings.draft.model_name:
+            measured = self.profile.meta.draft_model or "none"
+            raise MismatchError(
+                f"profile: measured with draft model {measured!r}, the settings draft with "
+                f"{settings.draft.model_name!r}: foreload profile --draft-model"
+            )
+        return self.cost(f"draft_{settings.draft.kind}", max(1, tokens))
+
     def has_windows(self, draft: str) -> bool:
         """Whether the profile can say what windows of this kind of draft cost."""
         held = {m.probe for m in self.profile.measurements}
@@ -429,7 +439,8 @@ def split_costs(profile: HardwareProfile | CostModel, shape: ModelShape, setting
         token = max(0, more) * SCALE // costs.cpu_rate(1, threads)
     dense = costs.dense_ns(costs.middle_context, gamma + 1)
     if gamma:
-        dense += costs.cost(f"draft_{settings.draft.kind}", gamma).host_ns // shape.n_moe_layers
+        drafting = costs.draft(settings, gamma)
+        dense += max(drafting.host_ns, drafting.gpu_ns) // shape.n_moe_layers
     return SplitCosts(
         io_ns=io,
         gpu_ns=np.array([0, *gpu], np.int64),

@@ -125,7 +125,7 @@ class EngineModel:
         drafting, attention = self.settings.draft.kind, cost("attention", request.context[step])
         route, plan, finish = cost("route"), cost("plan"), cost("finish")
         if drafting != "none":
-            device.block("draft", self.costs.cost(f"draft_{drafting}", max(1, fed - 1)))
+            device.block("draft", self.costs.draft(self.settings, fed - 1))
             yield from device.sync()
         device.block("embed", cost("embed"))
         for layer in range(last):

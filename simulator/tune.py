@@ -117,11 +117,13 @@ def tune(
     quality: QualityReport | None = None,
     max_quality_loss_pct: float | None = None,
     warm: NDArray[np.int64] | None = None,
+    draft_bytes: int | None = None,
     progress: Progress | None = None,
 ) -> TuneResult:
     """The best settings for a memory budget: `vram_bytes` (with `context_tokens` of keys and values, default the
     trace's longest) or `slots`, persistent and staging. What is not tuned is taken from `base`, the default to beat.
     `warm` [MoE layers, experts]: uses in a recording that every run starts from.
+    `draft_bytes` of the model that drafted the recording let its windows compete; without, only look-up's do.
     Settings that change the text compete only if `quality` measured them to lose at most `max_quality_loss_pct`.
 
     Deterministic. Raises BudgetError if the budget cannot hold staging, MismatchError if trace, profile and shape do
@@ -134,7 +136,8 @@ def tune(
         raise MismatchError("trace: holds no decode steps to tune on")
     if slots is None:
         longest = int(trace.position.max()) + 1
-        slots = slot_budget(shape, dtype, vram_bytes or 0, context_tokens or longest, chosen)
+        beside = (draft_bytes or 0) if chosen.draft.model_name is not None else 0
+        slots = slot_budget(shape, dtype, vram_bytes or 0, context_tokens or longest, chosen, beside)
     costs = CostModel(profile, shape, dtype).for_settings(chosen)
     start = chosen.changed(slots_per_layer=None, cache_ratio=None)
     check_slots(start, shape, slots, costs.expert_bytes)
@@ -145,7 +148,7 @@ def tune(
             "the settings to beat speculate, which changes the text: give their measured loss (foreload quality) and "
             "a budget for it that holds them"
         )
-    space = Space.of(trace, costs, start, slots, allowed, warm is not None)
+    space = Space.of(trace, costs, start, slots, allowed, warm is not None, draft_bytes)
     return _Tuner(trace, costs, space, progress, warm).run()
 
 

@@ -88,6 +88,11 @@ def check_draft(trace: Trace, settings: Settings) -> None:
     if wanted != found:
         held = "plain decode" if found is None else f"those of draft {found[0]!r} with gamma {found[1]}"
         raise MismatchError(f"trace: holds no verify windows of draft {wanted[0]!r} with gamma {wanted[1]}, but {held}")
+    model = trace.meta.sampling.get("draft_model")
+    if settings.draft.kind == "model" and model not in (None, settings.draft.model_name):
+        raise MismatchError(
+            f"trace: drafts are of model {model!r}, the settings draft with {settings.draft.model_name!r}"
+        )
 
 
 def _check(trace: Trace, shape: ModelShape) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from foreload.assets import ASSETS
 from foreload.backend.byte_tokenizer import ByteTokenizer
-from foreload.backend.models import deepseek, gpt_oss, mixtral, qwen
+from foreload.backend.models import deepseek, dense, gpt_oss, mixtral, qwen
 from foreload.backend.models.config import ConfigFields, shown
 from foreload.backend.models.family import ExpertLayout, ExpertPart, Family
 from foreload.backend.models.folder import WeightFolder
@@ -32,7 +32,8 @@ from foreload.shape import ModelShape
 FAMILIES: dict[str, Family] = {
     family.model_type: family for module in (qwen, mixtral, gpt_oss, deepseek) for family in module.FAMILIES
 }
-BUNDLED = ("mini",)
+DENSE_FAMILIES: dict[str, Family] = {family.model_type: family for family in dense.FAMILIES}
+BUNDLED, BUNDLED_DENSE = ("mini",), ("draft",)
 
 
 def locate(model: str) -> Path:
@@ -48,11 +49,13 @@ def locate(model: str) -> Path:
     return folder
 
 
-def read_shape(config: dict[str, object], source: str) -> tuple[Family, ModelShape]:
+def read_shape(
+    config: dict[str, object], source: str, families: Mapping[str, Family] = FAMILIES
+) -> tuple[Family, ModelShape]:
     """Family and shape in a configuration; FileError if its family is unknown or a field cannot be run."""
-    family = FAMILIES.get(str(config.get("model_type")))
+    family = families.get(str(config.get("model_type")))
     if family is None:
-        known = ", ".join(FAMILIES)
+        known = ", ".join(families)
         raise FileError(f"{source}: model_type {shown(config.get('model_type'))} is not known: known are {known}")
     fields = ConfigFields(config, source)
     quantised = fields.section("quantization_config")
@@ -99,6 +102,18 @@ class Checkpoint:
         tile = _tile(ConfigFields(config, str(path)))
         name = model if model in BUNDLED else folder.resolve().name
         return cls(name, family, shape, WeightFolder(folder, tile), folder, _stored(config), tile)
+
+    @classmethod
+    def open_dense(cls, model: str) -> Checkpoint:
+        """Read the configuration of a dense model, a folder or a bundled name; errors as for `open`."""
+        folder = ASSETS / model if model in BUNDLED_DENSE else Path(model)
+        if not folder.is_dir():
+            known = " or ".join(BUNDLED_DENSE)
+            raise UsageError(f"draft model {model!r} is no folder here: give a Hugging Face folder or {known}")
+        path = folder / "config.json"
+        family, shape = read_shape(read_mapping(path, "model configuration"), str(path), DENSE_FAMILIES)
+        name = model if model in BUNDLED_DENSE else folder.resolve().name
+        return cls(name, family, shape, WeightFolder(folder), folder)
 
     @classmethod
     def random(cls, name: str, **changed: object) -> Checkpoint:

@@ -14,7 +14,14 @@ from foreload.shape import ModelShape
 
 
 def common(config: ConfigFields) -> dict[str, Any]:
-    """The fields that all families with ordinary attention spell alike; FileError names one that cannot be run."""
+    """The fields that all MoE families with ordinary attention spell alike; FileError names one that cannot be run."""
+    fields = attention_fields(config)
+    moe_layers = tuple(range(fields["layers"]))
+    return {**fields, "moe_layers": moe_layers, "top_k": config.count("num_experts_per_tok")}
+
+
+def attention_fields(config: ConfigFields) -> dict[str, Any]:
+    """The fields of a decoder with ordinary attention, whatever stands between; FileError as `common`."""
     config.only("hidden_act", ("silu",))
     heads, hidden = config.count("num_attention_heads"), config.count("hidden_size")
     kv_heads = config.count("num_key_value_heads", heads)
@@ -23,16 +30,14 @@ def common(config: ConfigFields) -> dict[str, Any]:
         raise config.refuse("num_key_value_heads", f"a divisor of the {heads} attention heads is needed")
     if head_dim % 2:
         raise config.refuse("head_dim", "an even number is needed")
-    layers, rope = config.count("num_hidden_layers", most=MOST_LAYERS), read_rope(config)
+    rope = read_rope(config)
     return {
-        "layers": layers,
-        "moe_layers": tuple(range(layers)),
+        "layers": config.count("num_hidden_layers", most=MOST_LAYERS),
         "hidden": hidden,
         "heads": heads,
         "kv_heads": kv_heads,
         "head_dim": head_dim,
         "vocab": config.count("vocab_size"),
-        "top_k": config.count("num_experts_per_tok"),
         "rope_theta": rope.theta,
         "yarn": rope.yarn,
         "norm_eps": config.positive("rms_norm_eps"),

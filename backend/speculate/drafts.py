@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from foreload.backend.sampling import Sampler
 from foreload.backend.speculate.base import NOTHING, Drafter, Proposal
+from foreload.backend.speculate.model import ModelDrafter
 from foreload.backend.speculate.ngram import NgramDrafter
 from foreload.errors import SettingsError
 from foreload.settings import Settings
@@ -12,10 +13,11 @@ from foreload.settings import Settings
 class Drafts:
     """Follows the settings, also between two tokens of a running request; used by the decoding thread."""
 
-    def __init__(self, context_tokens: int) -> None:
+    def __init__(self, model: ModelDrafter | None = None, name: str | None = None) -> None:
+        """`model`, called `name` in the settings, is the draft model on the device, if there is one."""
         self.gamma = 0
-        self._context_tokens = context_tokens
-        self._drafters: dict[str, Drafter] = {"ngram": NgramDrafter()}
+        self.model, self.name = model, name
+        self._drafters: dict[str, Drafter] = {"ngram": NgramDrafter()} | ({} if model is None else {"model": model})
         self._current: Drafter | None = None
         self._started = False
 
@@ -27,6 +29,13 @@ class Drafts:
                 f"draft.gamma {settings.draft.gamma} exceeds the context: a verify step of "
                 f"{settings.draft.gamma + 1} tokens does not fit in context_tokens {context_tokens}"
             )
+
+    def check_loaded(self, settings: Settings) -> None:
+        """Raise SettingsError if the settings name another draft model than the one on the device."""
+        wanted = settings.draft.model_name
+        if wanted is not None and wanted != self.name:
+            held = "none is loaded" if self.name is None else f"{self.name!r} is loaded"
+            raise SettingsError(f"draft.model {wanted!r} needs a reload of the engine: {held}")
 
     @property
     def on(self) -> bool:

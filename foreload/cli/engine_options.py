@@ -61,6 +61,10 @@ DraftFlag = Annotated[
 GammaFlag = Annotated[
     int | None, typer.Option("--gamma", metavar="N", min=1, help="Most tokens to propose per step. Default: 4.")
 ]
+DraftModelFlag = Annotated[
+    str | None,
+    typer.Option("--draft-model", metavar="DIR", help="Dense model to draft with. Default for --draft model: `draft`."),
+]
 
 
 def engine_options(
@@ -103,11 +107,16 @@ def load_settings(path: Path | None) -> Settings:
 
 
 def chosen_settings(
-    path: Path | None, preset: str | None, options: EngineOptions, kind: DraftKind | None, gamma: int | None
+    path: Path | None,
+    preset: str | None,
+    options: EngineOptions,
+    kind: DraftKind | None,
+    gamma: int | None,
+    draft_model: str | None,
 ) -> SettingsFor:
     """What flags ask for, once the model's shape is known: a file's settings or a preset, and a draft."""
     if preset is None:
-        fixed = with_draft(load_settings(path), kind, gamma)
+        fixed = with_draft(load_settings(path), kind, gamma, draft_model)
         return lambda shape: fixed
     if path is not None:
         raise UsageError("--settings and --preset exclude each other: give one of them")
@@ -120,21 +129,19 @@ def chosen_settings(
         vram = available_bytes(options)
         slots = slot_budget(shape, options.resolved_dtype, vram, options.context_tokens)
         threads = max(1, len(os.sched_getaffinity(0)) - 1)
-        return with_draft(preset_settings(preset, shape, threads, slots), kind, gamma)
+        return with_draft(preset_settings(preset, shape, threads, slots), kind, gamma, draft_model)
 
     return fitted
 
 
-def with_draft(settings: Settings, kind: DraftKind | None, gamma: int | None) -> Settings:
+def with_draft(settings: Settings, kind: DraftKind | None, gamma: int | None, model: str | None) -> Settings:
     """`settings` with the draft that flags ask for; UsageError for a flag that goes with nothing."""
-    if kind is None and gamma is None:
-        return settings
     draft = settings.draft
     chosen = kind or draft.kind
     if chosen == "none" and gamma is not None:
-        raise UsageError(f"--gamma {gamma} goes with a draft: give --draft ngram")
+        raise UsageError(f"--gamma {gamma} goes with a draft: give --draft ngram or --draft model")
     window = 0 if chosen == "none" else gamma or draft.gamma or DEFAULT_GAMMA
-    return settings.changed(draft={"kind": chosen, "gamma": window})
+    return settings.changed(draft={"kind": chosen, "gamma": window, "model": model or draft.model})
 
 
 def open_engine(

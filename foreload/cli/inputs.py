@@ -67,8 +67,20 @@ class Inputs:
         """Expert slots that fit in `vram`; BudgetError if not even staging does."""
         from foreload.budget import slot_budget
 
-        tokens = context or int(self.trace.position.max(initial=0)) + 1
-        return slot_budget(self.shape, self.dtype, parse_bytes(vram, "--vram"), tokens, settings)
+        tokens, name = self.context_tokens(context), settings.draft.model_name
+        draft = 0 if name is None else self.draft_bytes(name, context)
+        return slot_budget(self.shape, self.dtype, parse_bytes(vram, "--vram"), tokens, settings, draft)
+
+    def context_tokens(self, context: int | None) -> int:
+        """Positions to keep room for."""
+        return context or int(self.trace.position.max(initial=0)) + 1
+
+    def draft_bytes(self, name: str, context: int | None) -> int:
+        """Device bytes of a draft model, by its configuration."""
+        from foreload.backend.models.checkpoint import Checkpoint
+        from foreload.backend.speculate.model import draft_bytes
+
+        return draft_bytes(Checkpoint.open_dense(name), self.dtype, self.context_tokens(context))
 
     def capacity(self, settings: Settings, vram: str | None, context: int | None) -> tuple[int, ...]:
         """Persistent slots per layer under `settings`; BudgetError if they do not fit in `vram`."""

@@ -11,6 +11,7 @@ from foreload.cli.engine_options import (
     CalibrationFlag,
     ContextFlag,
     DeviceFlag,
+    DraftModelFlag,
     DtypeFlag,
     LinkFlag,
     ModelArg,
@@ -29,6 +30,7 @@ def profile(
     dtype: DtypeFlag = None,
     vram: VramFlag = None,
     link: LinkFlag = None,
+    draft_model: DraftModelFlag = None,
     context: ContextFlag = 2048,
     calibration: CalibrationFlag = None,
     as_json: JsonFlag = False,
@@ -44,7 +46,7 @@ def profile(
     output = Output(as_json)
     # Blocks of the eager path are what is measured.
     options = engine_options(device, dtype, vram, link, context, calibration, eager=True)
-    settings = bench_settings(Checkpoint.open(model).shape)
+    settings = bench_settings(Checkpoint.open(model).shape, draft_model)
     with open_engine(model, options, settings, None, output) as engine, output.progress() as progress:
         task = progress.add_task("profiling", total=None)
         found = measure(

@@ -13,6 +13,7 @@ from foreload.cli.engine_options import (
     ContextFlag,
     DeviceFlag,
     DraftFlag,
+    DraftModelFlag,
     DtypeFlag,
     EagerFlag,
     GammaFlag,
@@ -61,6 +62,7 @@ def record(
     warm: WarmFlag = None,
     draft: DraftFlag = None,
     gamma: GammaFlag = None,
+    draft_model: DraftModelFlag = None,
     profile: ProfileFlag = None,
     device: DeviceFlag = "auto",
     dtype: DtypeFlag = None,
@@ -86,7 +88,7 @@ def record(
     output = Output(as_json)
     texts = read_prompts(prompts)[:requests]
     options = engine_options(device, dtype, vram, link, context, calibration, shadow, eager)
-    chosen = chosen_settings(settings, None, options, draft, gamma)
+    chosen = chosen_settings(settings, None, options, draft, gamma, draft_model)
     sampling = Sampling(temperature, top_p, seed)
     with (
         open_engine(model, options, chosen, profile, output, warm) as engine,

@@ -12,6 +12,7 @@ from foreload.cli.engine_options import (
     ContextFlag,
     DeviceFlag,
     DraftFlag,
+    DraftModelFlag,
     DtypeFlag,
     EagerFlag,
     GammaFlag,
@@ -51,6 +52,7 @@ def run(
     warm: WarmFlag = None,
     draft: DraftFlag = None,
     gamma: GammaFlag = None,
+    draft_model: DraftModelFlag = None,
     profile: ProfileFlag = None,
     device: DeviceFlag = "auto",
     dtype: DtypeFlag = None,
@@ -82,7 +84,7 @@ def run(
         raise UsageError("--system goes with --chat")
     output = Output(as_json)
     options = engine_options(device, dtype, vram, link, context, calibration, shadow, eager)
-    chosen = chosen_settings(settings, preset, options, draft, gamma)
+    chosen = chosen_settings(settings, preset, options, draft, gamma, draft_model)
     sampling = Sampling(temperature, top_p, seed)
     with open_engine(model, options, chosen, profile, output, warm) as engine:
         if replay is not None:

@@ -13,6 +13,7 @@ from foreload.cli.engine_options import (
     ContextFlag,
     DeviceFlag,
     DraftFlag,
+    DraftModelFlag,
     DtypeFlag,
     EagerFlag,
     GammaFlag,
@@ -53,6 +54,7 @@ def serve(
     settings: SettingsFlag = None,
     draft: DraftFlag = None,
     gamma: GammaFlag = None,
+    draft_model: DraftModelFlag = None,
     profile: ProfileFlag = None,
     device: DeviceFlag = "auto",
     dtype: DtypeFlag = None,
@@ -88,7 +90,7 @@ def serve(
         record_folder=records,
     )
     chosen = engine_options(device, dtype, vram, link, context, calibration, shadow, eager)
-    wanted = with_draft(load_settings(settings), draft, gamma)
+    wanted = with_draft(load_settings(settings), draft, gamma, draft_model)
     with listening(options) as bound, open_engine(model, chosen, wanted, profile, output) as engine:
         name = engine.checkpoint.name
 

@@ -107,6 +107,7 @@ def _tune(
     from foreload.simulator.tune import tune as search
 
     budget = inputs.slot_budget(vram, context, base) if vram is not None else slots
+    drafted = inputs.profile.meta.draft_model if inputs.trace.meta.sampling.get("draft") == "model" else None
     with output.progress() as progress:
         task = progress.add_task("tuning", total=None)
         return search(
@@ -119,6 +120,7 @@ def _tune(
             quality=quality,
             max_quality_loss_pct=max_quality_loss_pct,
             warm=inputs.warm_counts(warm),
+            draft_bytes=None if drafted is None else inputs.draft_bytes(drafted, context),
             progress=lambda done, total, what: progress.update(task, description=what, completed=done, total=total),
         )
 

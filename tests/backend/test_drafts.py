@@ -17,7 +17,7 @@ from foreload.backend.policy import Counter
 from foreload.backend.recorder import Prompt, record
 from foreload.backend.sampling import Sampling
 from foreload.errors import SettingsError
-from foreload.settings import Settings, staging_slots, step_experts
+from foreload.settings import Draft, Settings, staging_slots, step_experts
 from foreload.shape import ModelShape
 from foreload.traces.io import read_trace
 from foreload.traces.schema import DRAFT_VERIFY, PREFILL, Trace
@@ -165,10 +165,13 @@ def test_windows_are_in_the_staging_budget(shape: ModelShape) -> None:
 @pytest.mark.unit
 @pytest.mark.parametrize("name", ["s.json", "s.toml"])
 def test_drafts_in_settings_files(tmp_path: Path, name: str) -> None:
-    settings = Settings.parse({"draft": {"kind": "ngram", "gamma": 8}})
+    settings = Settings.parse({"draft": {"kind": "model", "gamma": 8, "model": "some/folder"}})
     settings.save(tmp_path / name)
     assert Settings.load(tmp_path / name) == settings
-    assert settings.describe() == "draft.kind=ngram draft.gamma=8"
+    assert settings.describe() == "draft.kind=model draft.gamma=8 draft.model=some/folder"
+    assert Draft(kind="model", gamma=1).model_name == "draft"
+    assert Draft(model="x").model_name == "x"
+    assert Draft(kind="ngram", gamma=1).model_name is None
 
 
 @pytest.mark.unit

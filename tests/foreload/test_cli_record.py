@@ -44,5 +44,10 @@ def test_record_and_run_with_drafts(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert drafted["tokens_per_step"] > plain["tokens_per_step"] == 1.0
     assert len(drafted["acceptance"]) == 3
     assert plain["acceptance"] == []
+    by_model = ["--draft", "model", "--draft-model", "draft", "--gamma", "2"]
+    assert (
+        main(["run", "mini", "--prompt", "The kernel is the kernel of the", "--tokens", "40", *by_model, *flags]) == 0
+    )
+    assert json.loads(capsys.readouterr().out)["text"] == plain["text"]
     assert main(["run", "mini", "--prompt", "a", "--gamma", "3", *flags]) == 2
     assert "--gamma 3 goes with a draft" in json.loads(capsys.readouterr().out)["error"]

@@ -42,9 +42,9 @@ def made_up_costs(settings: Settings) -> SplitCosts:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    """An engine on the bundled model."""
-    options = EngineOptions(context_tokens=256)
-    with Engine(Checkpoint.open("mini"), options, Settings(cache_ratio=0.25), made_up_costs) as engine:
+    """An engine on the bundled model, with its draft model on the device."""
+    options, settings = EngineOptions(context_tokens=256), {"cache_ratio": 0.25, "draft": {"model": "draft"}}
+    with Engine(Checkpoint.open("mini"), options, Settings.parse(settings), made_up_costs) as engine:
         yield engine
 
 

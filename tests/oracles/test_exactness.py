@@ -74,7 +74,7 @@ def exact_settings(draw: st.DrawFn) -> Settings:
                 "reset_done": draw(st.booleans()),
             },
             "cpu_threads": draw(st.integers(1, 2)),
-            "draft": {"kind": "ngram" if gamma else "none", "gamma": gamma},
+            "draft": {"kind": draw(st.sampled_from(["ngram", "model"])) if gamma else "none", "gamma": gamma},
             "prefill_chunk_tokens": draw(st.sampled_from([256, 40])),
         }
     )

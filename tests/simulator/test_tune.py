@@ -1,6 +1,7 @@
 """`tune` end to end on small models: the default is beaten where it can be, and kept where not."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from sim_inputs import make_profile, make_shape, make_trace, make_windows
@@ -76,6 +77,23 @@ def test_recorded_drafts_compete_and_others_do_not(trace):
     uncosted = tune(windows, HardwareProfile(meta=whole.meta, measurements=lacking), SHAPE, "float32", slots=16)
     plain = tune(trace, whole, SHAPE, "float32", slots=16)
     assert not [c for r in (uncosted, plain) for c in r.candidates if c.settings.draft.kind != "none"]
+
+
+@pytest.mark.integration
+def test_a_draft_models_memory_is_taken_from_the_slots():
+    windows, whole = make_windows(SHAPE, 2, requests=4, steps=10), make_profile(SHAPE)
+    sampling = {"temperature": 0.0, "draft": "model", "gamma": 2, "draft_model": "small"}
+    trace = replace(windows, meta=windows.meta.model_copy(update={"sampling": sampling}))
+    drafted = [m.model_copy(update={"probe": "draft_model"}) for m in whole.points("draft_ngram")]
+    meta = whole.meta.model_copy(update={"draft_model": "small"})
+    profile = HardwareProfile(meta=meta, measurements=(*whole.measurements, *drafted))
+    size = 3 * whole.meta.expert_bytes - 1
+    found = tune(trace, profile, SHAPE, "float32", slots=20, draft_bytes=size)
+    with_model = [c.settings for c in found.candidates if c.settings.draft.kind == "model"]
+    assert {s.draft.model for s in with_model} == {"small"}
+    assert max(sum(s.slots_per_layer) + staging_slots(s, SHAPE) for s in with_model) == 17
+    unknown = tune(trace, profile, SHAPE, "float32", slots=20)
+    assert not [c for c in unknown.candidates if c.settings.draft.kind != "none"]
 
 
 @pytest.mark.integration

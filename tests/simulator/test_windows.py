@@ -91,6 +91,28 @@ def test_drafts_that_are_not_recorded_are_refused() -> None:
     refused("no verify windows of draft 'ngram' with gamma 2, but plain decode", make_trace(SHAPE), "ngram", 2)
 
 
+@pytest.mark.unit
+def test_another_draft_model_is_refused() -> None:
+    windows = make_windows(SHAPE, GAMMA)
+    sampling = {"temperature": 0.0, "draft": "model", "gamma": GAMMA, "draft_model": "small"}
+    trace = replace(windows, meta=windows.meta.model_copy(update={"sampling": sampling}))
+    measured = make_profile(SHAPE)
+    drafted = [m.model_copy(update={"probe": "draft_model"}) for m in measured.points("draft_ngram")]
+    profile = HardwareProfile(
+        meta=measured.meta.model_copy(update={"draft_model": "small"}), measurements=(*measured.measurements, *drafted)
+    )
+
+    def run(model: str, profile: HardwareProfile = profile) -> None:
+        chosen = Settings.parse({"draft": {"kind": "model", "gamma": GAMMA, "model": model}})
+        assert simulate(trace, profile, SHAPE, chosen, (4,) * 4).time_ns["draft"] > 0
+
+    run("small")
+    with pytest.raises(MismatchError, match="drafts are of model 'small', the settings draft with 'large'"):
+        run("large")
+    with pytest.raises(MismatchError, match="measured with draft model 'none', the settings draft with 'small'"):
+        run("small", measured)
+
+
 # What steps over several tokens cost
 
 
