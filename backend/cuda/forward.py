@@ -158,7 +158,8 @@ class FastForward(Forward):
                 self._layer(program, at, log)
         logits = self._logits(program)
         self.marks.mark("head")
-        self._brain.end_step()
+        with self._copies.lock:
+            self._brain.end_step()
         self._log = log
         return logits
 

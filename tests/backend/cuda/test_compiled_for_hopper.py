@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -42,3 +44,20 @@ def test_weights_are_read_sixteen_bytes_at_a_time(monkeypatch: pytest.MonkeyPatc
     assert not [load for load in loads(16) if "b16" in load]
     assert [load for load in loads(16) if load == "ld.global.v4.b32"]
     assert [load for load in loads(1) if "b16" in load]
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter accepts more than the compiler does."""
+    pytest.importorskip("triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    program = Path(__file__).parent / "hopper.py"
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, check=False, timeout=900)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert len(found) > 25
+    assert found["publish"]["fence.acq_rel.sys"] == 1
+    assert "fence.acq_rel.sys" not in found["publish ids"]
+    for name, words in found.items():
+        if name.startswith(("gate_up", "down", "norm_linear", "linear_residual")):
+            assert any(word.startswith("ld.global.v4") for word in words), name

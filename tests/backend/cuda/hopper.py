@@ -1,0 +1,91 @@
+"""Compiles every kernel for compute capability 9.0, without a GPU, at published sizes; prints one JSON object.
+
+Kernel -> the global loads and stores, fences and matrix instructions in its PTX.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from foreload.backend.cuda.kernels import attention, dense, experts, route
+
+WORDS = re.compile(r"(?:ld|st)\.global\.\S*|fence\.acq_rel\.sys|mma\.sync|mma_async")
+FOUND: dict[str, dict[str, int]] = {}
+POINTERS = {"b": "*bf16", "f": "*fp32", "i": "*i32", "l": "*i64", "s": "*i16"}
+
+
+def build(name: str, kernel: Any, tensors: str, warps: int = 4, **fixed: Any) -> None:
+    """Compile with pointer arguments of these kinds (letters of POINTERS), all aligned, and constants."""
+    names = kernel.arg_names[: len(tensors)]
+    signature = {arg: POINTERS[kind] for arg, kind in zip(names, tensors, strict=True)}
+    aligned = {(at,): [["tt.divisibility", 16]] for at in range(len(tensors))}
+    source = ASTSource(kernel, {**signature, **dict.fromkeys(fixed, "constexpr")}, fixed, aligned)
+    options = {"num_warps": warps, "enable_fp_fusion": True}
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    FOUND[name] = dict(Counter(WORDS.findall(ptx)))
+
+
+ROW: dict[str, Any] = {"ROWS": 4, "COLS": 1024}
+HEADS: dict[str, Any] = {"HEADS": 32, "KV_HEADS": 4, "DIM": 128, "DIMS": 128, "CONTEXT": 2048}
+CHUNKS: dict[str, Any] = {"CHUNKS": 32, "CHUNK": 64}
+
+build("embed", dense.embed, "iibb", HIDDEN=2048, COLS=1024)
+for rows in (1, 9):
+    build(
+        f"norm_linear {rows}",
+        dense.norm_linear,
+        "bbbbfb",
+        N=rows,
+        HIDDEN=2048,
+        OUT=5120,
+        EPS=1e-6,
+        BIAS=False,
+        KEEP=True,
+        **ROW,
+    )
+    build(f"linear_residual {rows}", dense.linear_residual, "bbbbb", N=rows, WIDTH=4096, OUT=2048, BIAS=False, **ROW)
+    fixed = {"N": rows, "BLOCK": 64, "M": 16 if rows == 1 else 128, "SCALE": 0.088, **HEADS, **CHUNKS}
+    build(f"attend_chunks {rows}", attention.attend_chunks, "bbbifff", WINDOW=0, **fixed)
+    build(f"attend_chunks window {rows}", attention.attend_chunks, "bbbifff", WINDOW=128, **fixed)
+build("rope_store", attention.rope_store, "fbbbibbb", 1, EPS=1e-6, NORM=True, RING=True, **HEADS)
+merge = {"HEADS": 32, "DIM": 128, "DIMS": 128, "CHUNKS_UP": 32, "USED": 32, "BLOCK": 16, "SINKS": True, **CHUNKS}
+build("attend_merge", attention.attend_merge, "fffbib", **merge)
+top = {"EXPERTS": 128, "EXPERTS_UP": 128, "K": 8, "K_UP": 8, "NORMALISE": True, "TELL": True}
+build("top_k", route.top_k, "flfii", 1, **top)
+build("replay_routes", route.replay_routes, "isflf", 1, LAYER=3, LAYERS=48, K=8, K_UP=8)
+guess = {"TABLE_ROWS": 1000, "FIRST": 3, "LAYERS": 48, "STORED": 16, "WIDTH": 8, "WIDTH_UP": 8}
+build("replay_predictions", route.replay_predictions, "isl", 1, **guess)
+told = {"IDS": 8, "IDS_UP": 8, "COLS": 1024, "FENCE": True}
+build("publish", route.publish, "ilbib", ELEMENTS=2048, **told)
+build("publish ids", route.publish, "illii", ELEMENTS=0, **told)
+build("plan_resident", route.plan_resident, "llll", LAYER=3, EXPERTS=128, N_ITEMS=72, ITEMS_UP=128, ENTRY=4)
+build("combine", experts.combine, "bffflb", K=8, HIDDEN=2048, COLS=1024, HOST=True)
+SIZE = 2880  # gpt-oss: no power of two
+for format_, halves in (("bfloat16", 4), ("float32", 8), ("fp8", 2), ("int8", 2), ("mxfp4", 1)):
+    row, packed = SIZE * halves // 2, halves <= 2
+    block = {"ENTRY": 4, "HIDDEN": SIZE, "WIDTH": SIZE, "ALIGN": 16, "FORMAT": format_, "STRIDE": row, "BIAS_BYTES": 4}
+    scales = 3 * SIZE * row if packed else -1
+    block |= {"SCALE_STRIDE": 90 if format_ == "mxfp4" else 4, "BIAS_STRIDE": 8}
+    both = {
+        "GATE": 0,
+        "UP": SIZE * row,
+        "GATE_SCALES": scales,
+        "UP_SCALES": scales,
+        "ALPHA": 1.702,
+        "LIMIT": 7.0,
+        "K": 4,
+    }
+    for activation, bias in (("silu", -1), ("swiglu_oai", 16)):
+        build(
+            f"gate_up {format_} {activation}", experts.gate_up, "llllbf",
+            ACTIVATION=activation, GATE_BIAS=bias, UP_BIAS=bias, **both, **block, **ROW,
+        )  # fmt: skip
+    build(f"down {format_}", experts.down, "llff", DOWN=2 * SIZE * row, SCALES=scales, BIAS=-1, **block, **ROW)
+print(json.dumps(FOUND))
