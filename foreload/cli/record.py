@@ -29,7 +29,7 @@ from foreload.cli.engine_options import (
     open_engine,
 )
 from foreload.cli.output import JsonFlag, Output, facts
-from foreload.cli.run_model import shadow_facts
+from foreload.cli.run_model import shadow_facts, warm_facts
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -112,6 +112,7 @@ def record(
             progress=lambda done, _: progress.update(task, completed=done),
         )
         true_recall = engine.true_recall
+        warm_started = {"bytes": engine.warm_start.bytes, "ms": engine.warm_start.ns / 1e6}
     if timings is not None:
         meta = {"source": "measured", "model": model, "machine": machine_name(), "recording": out.name}
         write_timings(timings, Timings(tuple(spans), meta))
@@ -123,11 +124,14 @@ def record(
         "decode_tokens": sum(g.decode_tokens for g in generations),
         "bytes": out.stat().st_size,
         "true_recall": true_recall,
+        "warm_start": warm_started,
     }
     line = "{file}: {requests} requests, {prompt_tokens} prompt and {decode_tokens} decode tokens, {bytes} bytes"
 
     def show(console: Console) -> None:
         console.print(line.format(**values))
+        if loaded := warm_facts(warm_started):
+            console.print(facts("measured", loaded))
         if true_recall:
             console.print(facts("measured", shadow_facts(true_recall)))
 

@@ -41,6 +41,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "two_chunks": {"cache_ratio": 0.4, "prefill_chunk_tokens": 32},
     "split": {"cache_ratio": 0.25, "miss_action": "split"},
     "split_uneven": {"slots_per_layer": UNEVEN, "miss_action": "split", "eviction": "lfu"},
+    "random": {"cache_ratio": 0.25, "eviction": "random"},
+    "utility": {"cache_ratio": 0.25, "eviction": "utility", "utility": {"signal": "level"}},
+    "shared": {"cache_ratio": 0.2, "pool": "shared"},
+    "shared_by_utility": {"cache_ratio": 0.2, "pool": "shared", "eviction": "utility", "prefill_chunk_tokens": 32},
+    "split_by_utility": {"cache_ratio": 0.2, "miss_action": "split", "split_rule": "tau", "eviction": "utility"},
     "split_bandwidth": {"cache_ratio": 0.1, "miss_action": "split", "split_rule": "bandwidth"},
 }
 
