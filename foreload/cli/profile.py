@@ -75,5 +75,6 @@ def _show(console: Any, values: dict[str, Any]) -> None:
         for m in values["measurements"]
     ]
     note = f"source: measured on {meta['device_name']}{link}, {meta['dtype']}, noise {meta['noise_pct']:.0f} %"
+    note += f"; CPU experts: {meta['cpu_experts']}"
     columns = ("probe", "at", "p50 us", "p95 us", "gpu us", "repeats")
     console.print(table(f"{values['file']}: model shape {meta['shape_hash']}", columns, rows, note))

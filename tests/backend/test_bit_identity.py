@@ -101,8 +101,9 @@ def test_poison_is_there(make_engine: MakeEngine) -> None:
     free = state.free[: state.scalars[N_FREE]].tolist()
     held = sorted(set(range(engine.brain.slots)) - set(free))
     assert held
-    assert all(torch.isnan(engine.pool.slot(slot)).all() for slot in free)
-    assert not any(torch.isnan(engine.pool.slot(slot)).any() for slot in held)
+    poisoned = {slot: torch.isnan(engine.pool.views(slot, 0).gate_up) for slot in (*free, *held)}
+    assert all(poisoned[slot].all() for slot in free)
+    assert not any(poisoned[slot].any() for slot in held)
 
 
 @pytest.mark.integration
@@ -110,7 +111,7 @@ def test_poison_would_show(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPa
     """Copies that never happen leave NaN behind, so the comparison can fail."""
     engine = make_engine(Settings(cache_ratio=0.0), debug_seed=1)
     engine.generate(PROMPT, 4, stop=False)
-    monkeypatch.setattr(engine.pool, "slot", lambda _: torch.empty(engine.shape.expert_weights))
+    monkeypatch.setattr(engine.pool, "slot", lambda _: torch.empty(engine.expert_bytes, dtype=torch.uint8))
     seen = watch(engine)
     engine.generate(PROMPT, 2, stop=False)
     assert torch.isnan(seen[0]).all()
