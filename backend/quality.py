@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,13 @@ from foreload.quality import ALL, Figures, Greedy, QualityReport, Variant
 from foreload.settings import Settings
 
 Progress = Callable[[int, int], None]
+NOTHING_PREDICTED: dict[str, Any] = {
+    "predictor": "none",
+    "prefetch_depth": 0,
+    "prefetch_width": None,
+    "prefetch_rolled": False,
+    "speculate_layers": (),
+}
 
 
 class Loss:
@@ -84,8 +92,16 @@ class Trial:
     layers: tuple[int, ...]
     in_prompts: bool = False
 
+    def lens(self, predictor: Predictor | None, prompt_tokens: int) -> Watch:
+        """What executes it in a forward over a prompt and the text after it."""
+        if predictor is None:
+            return Watch()
+        return Speculating(predictor, self.layers, 0 if self.in_prompts else prompt_tokens)
+
     def settings(self, base: Settings) -> Settings:
         """Settings under which the engine executes it."""
+        if not self.layers:
+            return base
         return base.changed(
             predictor=self.predictor, prefetch_depth=1, prefetch_width=None, prefetch_rolled=False,
             speculate_layers=self.layers,
@@ -115,15 +131,23 @@ def presets(layers: int) -> list[Trial]:
 
 
 def quality(
-    engine: Engine, trials: Sequence[Trial], texts: Texts, sizes: Sizes, progress: Progress | None = None
+    engine: Engine,
+    trials: Sequence[Trial],
+    texts: Texts,
+    sizes: Sizes,
+    progress: Progress | None = None,
+    exact: Engine | None = None,
 ) -> QualityReport:
-    """Measure `trials` beside the exact model; the engine is left under the settings it had.
+    """Measure `trials` beside the exact model; engines are left under the settings they had.
+
+    `exact` is an engine with the experts as they are in the checkpoint, where `engine` has them in another format.
 
     UsageError for texts too short for one window. SettingsError if a predictor lacks its calibration.
     """
     if not 0 < sizes.prompt_tokens < sizes.window:
         raise UsageError(f"{sizes.prompt_tokens} prompt tokens must be fewer than the {sizes.window} of a window")
-    measured = _Measuring(engine, trials, _windows(engine, texts, sizes), sizes, progress or (lambda done, total: None))
+    chosen = _windows(engine, texts, sizes)
+    measured = _Measuring(engine, exact or engine, trials, chosen, sizes, progress or (lambda done, total: None))
     variants = measured.variants()
     return QualityReport(
         model=engine.checkpoint.name,
@@ -153,13 +177,15 @@ class _Measuring:
     def __init__(
         self,
         engine: Engine,
+        reference: Engine,
         trials: Sequence[Trial],
         chosen: Mapping[str, list[list[int]]],
         sizes: Sizes,
         progress: Progress,
     ) -> None:
         self._engine, self._trials, self._chosen, self._sizes = engine, trials, chosen, sizes
-        self._predictors = [engine.predictor(trial.predictor) for trial in trials]
+        self._reference = reference
+        self._predictors = [engine.predictor(trial.predictor) if trial.layers else None for trial in trials]
         self._done = 0
         greedy = sum(min(len(rows), sizes.greedy_prompts) for rows in chosen.values()) if sizes.greedy_tokens else 0
         self._total = sum(map(len, chosen.values())) + greedy * (1 + sum(not t.in_prompts for t in trials))
@@ -176,10 +202,11 @@ class _Measuring:
         exact = Trial("exact", "none", ())
         figures = [{name: loss.figures() for name, loss in row.items()} for row in losses]
         greedy = self._greedy()
+        format = None if self._reference is self._engine else self._engine.settings.expert_format
         return [
             Variant(
                 name=trial.name, predictor=trial.predictor, layers=trial.layers, in_prompts=trial.in_prompts,
-                figures=found, greedy=text,
+                figures=found, greedy=text, expert_format=None if trial is exact else format,
             )
             for trial, found, text in zip([exact, *self._trials], figures, greedy, strict=True)
         ]  # fmt: skip
@@ -187,11 +214,10 @@ class _Measuring:
     def _window(self, ids: list[int], losses: Sequence[tuple[Loss, Loss]]) -> None:
         prompt = self._sizes.prompt_tokens
         targets = torch.tensor(ids[prompt:], device=self._engine.device)
-        exact = self._engine.score(ids, Watch())[prompt - 1 : -1]
+        exact = self._reference.score(ids, Watch())[prompt - 1 : -1]
         scored = [exact]
         for trial, predictor in zip(self._trials, self._predictors, strict=True):
-            lens = Speculating(predictor, trial.layers, 0 if trial.in_prompts else prompt)
-            scored.append(self._engine.score(ids, lens)[prompt - 1 : -1])
+            scored.append(self._engine.score(ids, trial.lens(predictor, prompt))[prompt - 1 : -1])
         for logits, pair in zip(scored, losses, strict=True):
             for loss in pair:
                 loss.add(logits, exact, targets)
@@ -200,25 +226,26 @@ class _Measuring:
         """For the exact model and each trial; none where prompts speculate, which the engine never does."""
         if not self._sizes.greedy_tokens:
             return [None] * (len(self._trials) + 1)
-        before = self._engine.settings
-        base = before.changed(predictor="none", prefetch_depth=0, prefetch_width=None, prefetch_rolled=False,
-                              speculate_layers=())  # fmt: skip
-        try:
-            exact = self._texts(base)
-            found: list[Greedy | None] = [_compare(exact, exact)]
-            for trial in self._trials:
-                found.append(None if trial.in_prompts else _compare(self._texts(trial.settings(base)), exact))
-        finally:
-            self._engine.apply(before)
+        exact = self._texts(self._reference, Trial("exact", "none", ()))
+        found: list[Greedy | None] = [_compare(exact, exact)]
+        for trial in self._trials:
+            found.append(None if trial.in_prompts else _compare(self._texts(self._engine, trial), exact))
         return found
 
-    def _texts(self, settings: Settings) -> list[list[int]]:
+    def _texts(self, engine: Engine, trial: Trial) -> list[list[int]]:
+        before = engine.settings
+        engine.apply(trial.settings(before.changed(**NOTHING_PREDICTED)))
+        try:
+            return self._generated(engine)
+        finally:
+            engine.apply(before)
+
+    def _generated(self, engine: Engine) -> list[list[int]]:
         sizes, found = self._sizes, []
-        self._engine.apply(settings)
         for rows in self._chosen.values():
             for ids in rows[: sizes.greedy_prompts]:
                 prompt = ids[: sizes.prompt_tokens]
-                found.append(self._engine.generate(prompt, sizes.greedy_tokens, stop=False).token_ids)
+                found.append(engine.generate(prompt, sizes.greedy_tokens, stop=False).token_ids)
                 self._step()
         return found
 

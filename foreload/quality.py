@@ -47,6 +47,7 @@ class Variant(BaseModel):
     name: str
     predictor: str
     layers: tuple[int, ...]  # MoE layers, from 0
+    expert_format: str | tuple[str, ...] | None = None  # None: the experts as the exact model has them
     in_prompts: bool = False  # prompt tokens execute predictions too, which no setting does
     figures: dict[str, Figures]  # by subject, and `all`
     greedy: Greedy | None = None
@@ -85,9 +86,10 @@ class QualityReport(BaseModel):
     def measured_loss_pct(self, settings: Settings, shape: ModelShape) -> float | None:
         """The loss of settings: 0 where they change no text, None where theirs was not measured."""
         layers = settings.speculated(shape)
-        if not layers:
+        if not layers and settings.expert_format is None:
             return 0.0
-        for variant in self.variants:
-            if (variant.predictor, variant.layers, variant.in_prompts) == (settings.predictor, layers, False):
+        wanted = (settings.predictor if layers else "none", layers, settings.expert_format, False)
+        for variant in self.variants[1:]:
+            if (variant.predictor, variant.layers, variant.expert_format, variant.in_prompts) == wanted:
                 return self.loss_pct(variant)
         return None

@@ -98,6 +98,7 @@ class Space:
     dtype: str = "float32"
     warm: bool = False  # whether there are counts of a recording to start from
     draft_slots: int = 0  # slots that a draft model takes from the others, if it is not on the device anyway
+    expert_bytes: int = 1
 
     @classmethod
     def of(
@@ -132,14 +133,14 @@ class Space:
         usable = tuple(s for s in allowed if s.predictor in ready and shape.top_k in widths)
         dtype = costs.profile.meta.dtype
         every = tuple(sorted(widths))
-        return cls(shape, base, slots, costs.cpu_threads, looks, every, draft, usable, dtype, warm, taken)
+        size = costs.expert_bytes
+        return cls(shape, base, slots, costs.cpu_threads, looks, every, draft, usable, dtype, warm, taken, size)
 
     def budget(self, settings: Settings) -> int:
         """Slots, persistent and staging, beside the calibration and the draft model that `settings` add to the base."""
-        size = self.shape.expert_bytes(self.dtype)
         more = predictor_bytes(self.shape, self.dtype, settings) - predictor_bytes(self.shape, self.dtype, self.base)
         model = self.draft_slots if settings.draft == self.draft else 0
-        return self.slots - -(-more // size) - model
+        return self.slots - -(-more // self.expert_bytes) - model
 
     def uniform(self, **changes: Any) -> Settings | None:
         """`base` with `changes` and the largest uniform slot count; None if its staging does not fit."""

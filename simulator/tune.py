@@ -141,7 +141,7 @@ def tune(
     costs = CostModel(profile, shape, dtype).for_settings(chosen)
     start = chosen.changed(slots_per_layer=None, cache_ratio=None)
     check_slots(start, shape, slots, costs.expert_bytes)
-    allowed = _allowed(trace, quality, max_quality_loss_pct)
+    allowed = _allowed(trace, start, quality, max_quality_loss_pct)
     known = {(found.predictor, found.layers) for found in allowed}
     if start.speculate_layers and (start.predictor, start.speculated(shape)) not in known:
         raise UsageError(
@@ -152,7 +152,9 @@ def tune(
     return _Tuner(trace, costs, space, progress, warm).run()
 
 
-def _allowed(trace: Trace, quality: QualityReport | None, budget_pct: float | None) -> list[Speculation]:
+def _allowed(
+    trace: Trace, base: Settings, quality: QualityReport | None, budget_pct: float | None
+) -> list[Speculation]:
     """What was measured to lose at most `budget_pct`, of this model alone."""
     if (quality is None) != (budget_pct is None):
         raise UsageError("a quality budget and measured losses (foreload quality) go together: give both or none")
@@ -163,7 +165,8 @@ def _allowed(trace: Trace, quality: QualityReport | None, budget_pct: float | No
             f"quality report: of {quality.model!r} with weights {quality.weights_hash}, the recording is of "
             f"{trace.meta.model!r} with weights {trace.meta.weights_hash}"
         )
-    measured = [(v, quality.loss_pct(v)) for v in quality.variants if v.layers and not v.in_prompts]
+    usable = [v for v in quality.variants if v.layers and not v.in_prompts and v.expert_format == base.expert_format]
+    measured = [(v, quality.loss_pct(v)) for v in usable]
     return [Speculation(v.predictor, v.layers, loss) for v, loss in measured if loss <= budget_pct]
 
 

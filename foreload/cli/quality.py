@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -74,11 +75,15 @@ def quality(
     sizes = Sizes(window, prompt_tokens, windows, greedy_prompts, greedy_tokens)
     longest = max(window, prompt_tokens + greedy_tokens)
     options = engine_options(device, dtype, vram, None, longest, calibration)
-    base = Settings() if settings is None else chosen
-    with open_engine(model, options, base, None, output) as engine, output.progress() as progress:
+    with ExitStack() as stack:
+        engine = stack.enter_context(open_engine(model, options, _base(chosen), None, output))
+        exact = None
+        if chosen.expert_format is not None:
+            exact = stack.enter_context(open_engine(model, options, Settings(), None, output))
+        progress = stack.enter_context(output.progress())
         task = progress.add_task("measuring", total=None)
         report = measure(
-            engine, trials, texts, sizes, lambda done, total: progress.update(task, completed=done, total=total)
+            engine, trials, texts, sizes, lambda done, total: progress.update(task, completed=done, total=total), exact
         )
     if out is not None:
         report.save(out)
@@ -88,12 +93,18 @@ def quality(
     output.finish(values, lambda console: _show(console, report))
 
 
+def _base(settings: Settings) -> Settings:
+    """The settings as far as they are the engine's for good: what is predicted is each variant's own affair."""
+    return type(settings)(expert_format=settings.expert_format, headroom_bytes=settings.headroom_bytes)
+
+
 def _trials(settings: Settings, shape: ModelShape, compare: bool, in_prompts: bool) -> list[Trial]:
     """What to measure, without repetition; UsageError if nothing changes the text."""
     from foreload.backend.quality import Trial, presets
 
     layers = settings.speculated(shape)
-    found = [Trial("settings", settings.predictor, layers)] if layers else []
+    changed = layers or settings.expert_format is not None
+    found = [Trial("settings", settings.predictor if layers else "none", layers)] if changed else []
     if in_prompts and layers:
         found.append(Trial("settings, in prompts too", settings.predictor, layers, in_prompts=True))
     if compare:

@@ -109,6 +109,24 @@ def test_reports_say_what_settings_lose(engine: Engine, tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
+def test_other_formats_lose_beside_the_exact_model(make_engine: MakeEngine, calibration: Path) -> None:
+    exact, chosen = make_engine(), Settings(cache_ratio=0.5, expert_format="int8")
+    engine = make_engine(chosen, calibration=calibration)
+    report = quality(engine, [Trial("settings", "none", ()), Trial("t", "gate", (1,))], TEXTS, SIZES, exact=exact)
+    alone = quality(exact, [Trial("g", "gate", (1,))], TEXTS, SIZES)
+    assert report.variants[0].figures == alone.variants[0].figures
+    assert report.variants[0].greedy == alone.variants[0].greedy
+    assert [v.expert_format for v in report.variants] == [None, "int8", "int8"]
+    assert 0 < report.variants[1].figures[ALL].kl < report.variants[2].figures[ALL].kl
+    assert report.measured_loss_pct(chosen, engine.shape) == report.loss_pct(report.variants[1])
+    guessing = {"predictor": "gate", "prefetch_depth": 1, "speculate_layers": [1]}
+    both = chosen.changed(**guessing)
+    assert report.measured_loss_pct(both, engine.shape) == report.loss_pct(report.variants[2])
+    assert report.measured_loss_pct(Settings.parse(guessing), engine.shape) is None
+    assert report.measured_loss_pct(chosen.changed(expert_format="fp8"), engine.shape) is None
+
+
+@pytest.mark.integration
 def test_too_little_text(engine: Engine) -> None:
     with pytest.raises(UsageError, match="no subject of the text fills one window of 90 tokens"):
         quality(engine, presets(3), TEXTS, Sizes(window=90))
