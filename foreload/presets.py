@@ -61,6 +61,18 @@ def _speculating(predictor: str) -> Fields:
     return _fixed(predictor=predictor, prefetch_depth=1, miss_action="fetch", speculate_layers="all")
 
 
+def _moe_spac(**utility: Any) -> Fields:
+    return _on_cpu(
+        pool="shared",
+        eviction="utility",
+        predictor="utility",
+        miss_action="split",
+        split_rule="tau",
+        utility={"reset_done": True, **utility},
+        draft={"kind": "model", "gamma": 8},
+    )
+
+
 PRESETS: Mapping[str, Preset] = {
     "on_demand": Preset(
         "no cache: every demanded expert is copied", "the baseline of arXiv 2603.19289", _fixed(), _nothing
@@ -121,6 +133,16 @@ PRESETS: Mapping[str, Preset] = {
         "arXiv 2603.19289, Hybrid-PF",
         _speculating("hybrid"),
         _nothing,
+    ),
+    "moe_spac": Preset(
+        "one pool, kept, split and prefetched by utilities that the windows of a draft model feed",
+        "arXiv 2603.09983",
+        _moe_spac(k=4, rate=0.1, adapt="floored"),
+    ),
+    "moe_spac_code": Preset(
+        "the same as its released code does it: utilities follow demand itself, boundaries and threshold fixed",
+        "arXiv 2603.09983, its code",
+        _moe_spac(k=5, signal="level", adapt="off", theta_up=5.0, theta_down=1.0, tau=1),
     ),
 }
 
