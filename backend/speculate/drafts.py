@@ -6,7 +6,7 @@ from foreload.backend.sampling import Sampler
 from foreload.backend.speculate.base import NOTHING, Drafter, Proposal
 from foreload.backend.speculate.model import ModelDrafter
 from foreload.backend.speculate.ngram import NgramDrafter
-from foreload.errors import SettingsError
+from foreload.errors import ReloadError, SettingsError
 from foreload.settings import Settings
 
 
@@ -31,11 +31,11 @@ class Drafts:
             )
 
     def check_loaded(self, settings: Settings) -> None:
-        """Raise SettingsError if the settings name another draft model than the one on the device."""
+        """Raise ReloadError if the settings name another draft model than the one on the device."""
         wanted = settings.draft.model_name
         if wanted is not None and wanted != self.name:
             held = "none is loaded" if self.name is None else f"{self.name!r} is loaded"
-            raise SettingsError(f"draft.model {wanted!r} needs a reload of the engine: {held}")
+            raise ReloadError(f"draft.model {wanted!r} needs a reload of the engine: {held}")
 
     @property
     def on(self) -> bool:

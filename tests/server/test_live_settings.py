@@ -74,6 +74,9 @@ def test_what_needs_a_reload(ask: Client, running: Running) -> None:
     reply = ask("PUT", "/engine/settings", {"expert_format": "int8"})
     assert (reply.status, reply.error["code"]) == (409, "needs_reload")
     assert "expert_format 'int8' needs reload" in reply.error["message"]
+    drafts = {"draft": {"kind": "model", "gamma": 2, "model": "/elsewhere"}}
+    reply = ask("PUT", "/engine/settings", drafts)
+    assert (reply.status, reply.error["code"]) == (409, "needs_reload")
     with pytest.raises(ReloadError, match="needs reload"):
         EngineClient(running.url).apply(Settings(expert_format="int8"))
 
