@@ -25,7 +25,7 @@ TOKENS, DRAWS = 16, 24
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    """The bundled model with counts to start from, and a link that has time for the next step's prefetches."""
+    """The bundled model and its draft, counts to start from, and a link with time for the next step's prefetches."""
     checkpoint = Checkpoint.open("mini")
     warm = np.random.default_rng(0).integers(0, 9, (checkpoint.shape.n_moe_layers, checkpoint.shape.experts))
 
@@ -34,7 +34,8 @@ def engine() -> Iterator[Engine]:
         return SplitCosts(100, 10 * n, 100 * n, cpu_token_ns=30, dense_ns=150, layer_ns=400)
 
     options = EngineOptions(context_tokens=256)
-    with Engine(checkpoint, options, Settings(cache_ratio=0.25), costs, warm=warm) as engine:
+    settings = Settings.parse({"cache_ratio": 0.25, "draft": {"model": "draft"}})
+    with Engine(checkpoint, options, settings, costs, warm=warm) as engine:
         yield engine
 
 
