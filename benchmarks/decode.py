@@ -134,7 +134,8 @@ def run_cell(engine: Engine, cell: Cell, recorded: Replay, steps: int) -> None:
     engine.apply(cell.settings)
     engine.reset_cache()
     request = recorded.requests()[0]
-    engine.replay(recorded, request, WARM_STEPS, cell.context)
+    whole = cell.settings.cache_ratio == 1.0  # only with everything it needs there is it the resident step
+    engine.replay(recorded, request, None if whole else WARM_STEPS, cell.context)
     done: Generation = engine.replay(recorded, request, steps, cell.context + WARM_STEPS, WARM_STEPS)
     cell.tpot_ns.append(done.decode_ns / done.decode_tokens)
     cell.counters, cell.tokens = done.counters[DECODE].sum(axis=0), done.decode_tokens
