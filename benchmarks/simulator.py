@@ -1,16 +1,17 @@
-"""How many tokens of a 48-layer model are simulated per second: with a clock (SimPy), and replayed without one."""
+"""Tokens of a 48-layer model simulated per second: by SimPy, by the same compiled, and replayed without a clock."""
 
 from __future__ import annotations
 
 from benchmarks.inputs import SHAPE, profile, trace
 from benchmarks.timing import Rate, group, measure
 from foreload.settings import Settings
+from foreload.simulator.compiled import simulate_requests
 from foreload.simulator.costs import CostModel, split_costs
 from foreload.simulator.engine_model import simulate
 from foreload.simulator.replay import replay
 from foreload.simulator.workload import load_requests
 
-SIMULATED, REPLAYED = 50, 2000
+SIMULATED, COMPILED, REPLAYED = 50, 256, 2000
 SLOTS = (32,) * SHAPE.n_moe_layers
 SETTINGS = {
     "fetch": Settings(slots_per_layer=SLOTS),
@@ -30,6 +31,13 @@ def run() -> list[Rate]:
             return simulate(short, costs, SHAPE, settings, SLOTS)
 
         rates.append(measure(f"SimPy, {name}", simulated, SIMULATED, "tokens", 3))
+    for name, settings in SETTINGS.items():
+        requests = load_requests(trace(COMPILED), SHAPE, settings)
+
+        def compiled(settings: Settings = settings, requests=requests) -> object:  # type: ignore[no-untyped-def]
+            return simulate_requests(requests, costs, settings, SLOTS)
+
+        rates.append(measure(f"compiled model, {name}", compiled, COMPILED, "tokens", 3))
     for name, settings in SETTINGS.items():
         split = split_costs(costs, SHAPE, settings) if settings.needs_costs is not None else None
         requests = load_requests(long, SHAPE, settings)

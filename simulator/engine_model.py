@@ -23,7 +23,7 @@ from foreload.simulator.devices import Device, GpuDevice, HostDevice
 from foreload.simulator.oracle import Oracle
 from foreload.simulator.prefill import prefill, warm_start
 from foreload.simulator.resources import Clockwork, CpuPool, Link, Process, Sharing
-from foreload.simulator.result import SimResult, token_parts
+from foreload.simulator.result import SimResult, owned, shared_ns, token_parts
 from foreload.simulator.timeline import Timeline
 from foreload.simulator.workload import Request, load_requests
 from foreload.traces.schema import Trace
@@ -89,7 +89,7 @@ class EngineModel:
             for step, emitted in enumerate(request.emitted):
                 begun = self.clock.now
                 yield from self._step(request, step)
-                self.token_ns += _shared(self.clock.now - begun, emitted)
+                self.token_ns += shared_ns([self.clock.now - begun], [emitted])
                 self.timeline.step += 1
             self.steps += len(request.emitted)
         self.decode_time, self.prefill_time = dict(times[DECODE]), dict(times[PREFILL])
@@ -227,12 +227,6 @@ class EngineModel:
             self._open = -1
 
 
-def _shared(time_ns: int, tokens: int) -> list[int]:
-    """A step's time as that of the tokens it added; what does not divide is the first ones'."""
-    each, left = divmod(time_ns, tokens)
-    return [each + (n < left) for n in range(tokens)]
-
-
 def simulate(
     trace: Trace,
     profile: HardwareProfile | CostModel,
@@ -266,13 +260,12 @@ def _result(engine: EngineModel, requests: Sequence[Request]) -> SimResult:
     token_ns = np.array(engine.token_ns, np.int64)
     if int(token_ns.sum()) != sum(engine.decode_time.values()):
         raise InternalError("the simulated times by kind do not add up to the total")
-    owner = np.repeat(np.arange(len(requests)), [request.tokens for request in requests])
     routing = {"speculated_demand": "assumed"} if any(request.assumed for request in requests) else {}
     return SimResult(
         settings=engine.settings,
         capacity=tuple(int(c) for c in engine.brain.state.capacity),
         token_ns=token_ns,
-        token_part=token_parts(owner),
+        token_part=token_parts(owned(requests)),
         steps=engine.steps,
         ttft_ns=np.array(engine.ttft_ns, np.int64),
         warm_ns=engine.warm_ns,

@@ -36,7 +36,7 @@ from foreload.simulator.workload import Request
 
 drop_stale_caches(Path(__file__).parent, Path(copies.__file__).parent)
 
-_NO_COSTS = SplitCosts(0, np.zeros(1, np.int64), np.zeros(1, np.int64))
+NO_COSTS = SplitCosts(0, np.zeros(1, np.int64), np.zeros(1, np.int64))
 
 
 @dataclass(frozen=True)
@@ -84,17 +84,17 @@ def replay(
     brain = Brain(shape, settings, capacity, costs, warm)
     for layer, expert in np.argwhere(brain.warm_targets()):
         _load(brain.state, brain.rules, layer, expert)
-    layers, depth, width = shape.n_moe_layers, settings.prefetch_depth, settings.width(shape)
+    layers, depth = shape.n_moe_layers, settings.prefetch_depth
     most = 1 + max((request.demand.shape[2] for request in requests), default=shape.top_k)
     histogram = np.zeros((layers, most, most, most), np.int64)
     prompts = prompt_counts(requests, shape, settings.prefill_chunk_tokens)
-    nothing = np.zeros((0, 0, layers, width), np.int32)
     for at, request in enumerate(requests):
         brain.start_request()
         if len(request.prompt):
             _prompt(brain.state, brain.rules, prompts[at])
-        ahead = np.stack(request.predicted[:depth]) if depth else nothing
-        _decode(brain.state, brain.rules, request.demand, request.counts, ahead, costs or _NO_COSTS, histogram)
+        _decode(
+            brain.state, brain.rules, request.demand, request.counts, request.ahead(depth), costs or NO_COSTS, histogram
+        )
     return Outcomes(sum(len(r.emitted) for r in requests), brain.counters.copy(), histogram)
 
 

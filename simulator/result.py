@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,6 +15,7 @@ from foreload.backend.policy.state import WARM
 from foreload.settings import Settings
 from foreload.simulator.clock import STALLS
 from foreload.simulator.timeline import TimelineEvent
+from foreload.simulator.workload import Request
 
 WARM_TOKENS = 16
 """Decode tokens that count as cold (of the run) or as after prefill (of a request)."""
@@ -122,3 +123,17 @@ def token_parts(request_of_token: NDArray[np.int64]) -> NDArray[np.int8]:
         parts[np.flatnonzero(request_of_token == request)[:WARM_TOKENS]] = AFTER_PREFILL
     parts[:WARM_TOKENS] = COLD
     return parts
+
+
+def owned(requests: Sequence[Request]) -> NDArray[np.int64]:
+    """The place in the run of each decode token's request, [N]."""
+    return np.repeat(np.arange(len(requests)), [request.tokens for request in requests])
+
+
+def shared_ns(step_ns: Sequence[int], emitted: Sequence[int]) -> list[int]:
+    """The time of each token: its step's, shared by the tokens that the step added; a remainder is the first ones'."""
+    shared = []
+    for time_ns, tokens in zip(step_ns, emitted, strict=True):
+        each, left = divmod(time_ns, tokens)
+        shared += [each + (n < left) for n in range(tokens)]
+    return shared

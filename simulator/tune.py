@@ -18,8 +18,8 @@ from foreload.settings import Settings, check_slots, staging_slots
 from foreload.shape import ModelShape
 from foreload.simulator.bounds import Bounds, bounds
 from foreload.simulator.candidates import NO_PREFETCH, Candidate, Space, Speculation, family
+from foreload.simulator.compiled import simulate
 from foreload.simulator.costs import CostModel
-from foreload.simulator.engine_model import simulate
 from foreload.simulator.replay import Outcomes
 from foreload.simulator.solver import Outcome, Problem, solve
 from foreload.simulator.tables import layer_costs, replay_grid

@@ -37,6 +37,15 @@ class Request:
         """Tokens that decode added."""
         return sum(self.emitted)
 
+    def ahead(self, depth: int) -> NDArray[np.int32]:
+        """The predictions up to `depth` in one array, [depth, S, L, widest]; then -1."""
+        tables = self.predicted[:depth]
+        widest = max((table.shape[2] for table in tables), default=0)
+        joined = np.full((depth, *self.demand.shape[:2], widest), -1, np.int32)
+        for table, of_depth in zip(tables, joined, strict=True):
+            of_depth[:, :, : table.shape[2]] = table
+        return joined
+
     def needed(self, step: int) -> tuple[NDArray[np.intp], NDArray[np.int32]]:
         """Layer and expert of everything that a step demands."""
         layers, places = np.nonzero(self.counts[step])

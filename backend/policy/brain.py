@@ -177,11 +177,7 @@ class Brain:
 
     def prefill_fetch(self, layer: int, expert: int) -> bool:
         """Queue a prompt chunk's copy (or adopt one in flight); False if no staging slot is free: the wave is full."""
-        if self.state.status[layer, expert] == state.IN_FLIGHT:
-            self.state.purpose[layer, expert] = state.DEMAND
-            return True
-        spare = self.state.scalars[state.N_FREE] - self.state.scalars[state.N_UNFILLED]
-        return bool(spare > 0 and copies.enqueue(self.state, layer, expert, state.DEMAND))
+        return bool(prompt.prefill_fetch(self.state, layer, expert))
 
     def prefill_done(self, layer: int, expert: int, target: NDArray[np.bool_]) -> None:
         """A fetched expert has served its chunk."""

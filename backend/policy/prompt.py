@@ -11,10 +11,20 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from foreload.backend.policy.copies import keep, release
+from foreload.backend.policy.copies import enqueue, keep, release
 from foreload.backend.policy.order import has_room, prefers
 from foreload.backend.policy.rules import ADMIT_NONE, BELADY, POOL_SHARED, Rules
-from foreload.backend.policy.state import HITS, KEPT, MISSES, PREFILL, PolicyState
+from foreload.backend.policy.state import (
+    DEMAND,
+    HITS,
+    IN_FLIGHT,
+    KEPT,
+    MISSES,
+    N_FREE,
+    N_UNFILLED,
+    PREFILL,
+    PolicyState,
+)
 
 
 @njit(cache=True)
@@ -65,6 +75,16 @@ def prefill_targets(
         if best < 0:
             break
         target[best] = True
+
+
+@njit(cache=True)
+def prefill_fetch(state: PolicyState, layer: int, expert: int) -> bool:
+    """Queue a prompt chunk's copy (or adopt one in flight); False if no staging slot is free: the wave is full."""
+    if state.status[layer, expert] == IN_FLIGHT:
+        state.purpose[layer, expert] = DEMAND
+        return True
+    spare = state.scalars[N_FREE] - state.scalars[N_UNFILLED]
+    return spare > 0 and enqueue(state, layer, expert, DEMAND)
 
 
 @njit(cache=True)

@@ -50,7 +50,7 @@ def simulate(
     as_json: JsonFlag = False,
 ) -> None:
     """Predict what settings would do, by a profile and a recording."""
-    from foreload.simulator.engine_model import simulate as run
+    from foreload.simulator import compiled, engine_model
 
     output = Output(as_json)
     inputs = load_inputs(profile, trace, output)
@@ -59,17 +59,12 @@ def simulate(
     capacity = inputs.capacity(chosen, vram, context)
     with output.progress() as progress:
         progress.add_task("simulating", total=None)
-        result = run(
-            inputs.trace,
-            inputs.profile,
-            inputs.shape,
-            chosen,
-            capacity,
-            request,
-            timeline=timeline is not None,
-            warm=counts,
-            oracle=oracle is not None,
-        )
+        run = (inputs.trace, inputs.profile, inputs.shape, chosen, capacity, request)
+        if timeline is None and oracle is None:
+            result = compiled.simulate(*run, warm=counts)
+        else:
+            drawn = timeline is not None
+            result = engine_model.simulate(*run, timeline=drawn, warm=counts, oracle=oracle is not None)
         values = {
             **_provenance(inputs, chosen, capacity),
             "eviction_oracle": oracle,

@@ -107,7 +107,7 @@ def run(
 ) -> list[Comparison]:
     """Simulate, then measure by turns, the last `requests` of the recording under every setting."""
     from foreload.backend.measure import measure
-    from foreload.simulator.engine_model import simulate
+    from foreload.simulator.compiled import simulate
     from foreload.simulator.validation import Comparison
 
     numbers = inputs.trace.requests()[-requests:]

@@ -18,8 +18,8 @@ from foreload.profiler.schema import HardwareProfile
 from foreload.settings import Settings, staging_slots
 from foreload.simulator import CostModel, load_requests, simulate, split_costs
 from foreload.simulator.bounds import belady_loads, bounds
-from foreload.simulator.engine_model import _shared
 from foreload.simulator.replay import replay
+from foreload.simulator.result import shared_ns
 from foreload.traces.schema import DECODE, PREFILL, Trace
 
 SHAPE = make_shape(layers=4, experts=12, top_k=3)
@@ -183,7 +183,7 @@ def test_drawing_tokens_costs_time_in_verify_steps() -> None:
 @pytest.mark.unit
 @given(st.integers(0, 10**9), st.integers(1, 9))
 def test_a_steps_time_is_shared_out_whole(time_ns: int, tokens: int) -> None:
-    shared = _shared(time_ns, tokens)
+    shared = shared_ns([time_ns], [tokens])
     assert (len(shared), sum(shared)) == (tokens, time_ns)
     assert max(shared) - min(shared) <= 1
 

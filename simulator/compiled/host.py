@@ -1,0 +1,472 @@
+"""What the decoding thread does, compiled: blocks, resident experts, copies, prompts, tokens (see `engine_model`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foreload.backend.policy import copies, prompt, step
+from foreload.backend.policy.rules import Rules
+from foreload.backend.policy.split import SplitCosts
+from foreload.backend.policy.state import KEPT, N_IN_FLIGHT, N_QUEUED, PolicyState
+from foreload.compiled import drop_stale_caches
+from foreload.simulator.compiled import machine as mach
+from foreload.simulator.compiled.machine import (
+    ASYNCHRONOUS,
+    ATTENTION,
+    COLD,
+    CPU,
+    DRAFT,
+    EMBED,
+    EXPERTS_GPU,
+    FINISH,
+    FREE_AT,
+    GPU,
+    HEAD,
+    HOST,
+    HOST_KEY,
+    HOST_WAIT,
+    IDLE,
+    INTERRUPT,
+    INTERRUPTIONS,
+    N_BLOCKED,
+    N_ISSUED,
+    N_LAUNCHED,
+    N_LOG,
+    NOW,
+    ON_CPU,
+    ON_DRAINED,
+    ON_GPU,
+    ON_ISSUE,
+    ON_LANDING,
+    PLAN,
+    PREDICT,
+    PREFILL_EXPERT,
+    PREFILL_LAYER,
+    ROUTE,
+    SAMPLE,
+    WAIT_CPU,
+    WAIT_GPU,
+    WAIT_ISSUE,
+    WAIT_LINK,
+    WAKE,
+    Machine,
+    Rates,
+    run_until_host,
+    spend,
+    start_job,
+    uncounted,
+    waited,
+)
+
+drop_stale_caches(Path(__file__).parent, Path(mach.__file__).parent, Path(copies.__file__).parent)
+
+
+class Blocks(NamedTuple):
+    """Nanoseconds of blocks as (host, GPU) pairs.
+
+    F = most tokens of a step, K and T as for `Rates`, D = depth of prediction, C = tokens of a prompt's chunk.
+    """
+
+    embed: NDArray[np.int64]  # [F + 1, 2]
+    route: NDArray[np.int64]  # [F + 1, 2]
+    speculated: NDArray[np.int64]  # [F + 1, 2] in place of `route` where predictions are executed
+    predict: NDArray[np.int64]  # [F + 1, D + 1, 2]
+    plan: NDArray[np.int64]  # [F + 1, 2]
+    finish: NDArray[np.int64]  # [F + 1, 2]
+    head: NDArray[np.int64]  # [F + 1, 2]
+    draft: NDArray[np.int64]  # [F + 1, 2]
+    sample: NDArray[np.int64]  # [F + 1, 2] by tokens that a step adds; zeros without draws
+    experts: NDArray[np.int64]  # [K + 1, T + 1, 2] by tokens; 0: of a single token's step
+    prefill_layer: NDArray[np.int64]  # [C + 1, 2]
+    prefill_expert: NDArray[np.int64]  # [C + 1, 2]
+    cold: NDArray[np.int64]  # [2, microseconds waited], without and with CPU experts before
+    executes: NDArray[np.bool_]  # [L] whether a layer executes predictions
+    queueing_ns: int
+    interrupt_ns: int
+    drafting: bool
+
+
+class Steps(NamedTuple):
+    """The decode steps of a request: see `workload.Request`."""
+
+    demand: NDArray[np.int32]  # [S, L, K]
+    counts: NDArray[np.int32]  # [S, L, K]
+    predicted: NDArray[np.int32]  # [D, S, L, width]
+    fed: NDArray[np.int64]  # [S]
+    emitted: NDArray[np.int64]  # [S]
+    attention: NDArray[np.int64]  # [S, 2]
+
+
+# Waiting.
+
+
+@uncounted
+def _wait(m: Machine, r: Rates, p: PolicyState, what: int) -> None:
+    m.at[HOST_WAIT] = what
+    run_until_host(m, r, p)
+
+
+@uncounted
+def catch_up(m: Machine, r: Rates, p: PolicyState) -> None:
+    """Let the others reach the host's time."""
+    if m.at[NOW] < m.at[HOST]:
+        mach.wake_host(m, m.at[HOST] - m.at[NOW])
+        run_until_host(m, r, p)
+
+
+@uncounted
+def settle(m: Machine, r: Rates, p: PolicyState) -> None:
+    """The same, if any is at work."""
+    if m.at[N_ISSUED] or m.job[CPU, mach.ACTIVE]:
+        catch_up(m, r, p)
+
+
+@uncounted
+def _pump(m: Machine, r: Rates, p: PolicyState) -> None:
+    if p.scalars[N_QUEUED]:
+        catch_up(m, r, p)
+        mach.pump(m, r, p)
+
+
+@uncounted
+def _landed(m: Machine, r: Rates, p: PolicyState, key: int) -> None:
+    """The host waits until the copy of `key` has arrived."""
+    m.at[HOST_KEY] = key
+    _wait(m, r, p, ON_LANDING)
+    waited(m, WAIT_LINK)
+    spend(m, WAKE, r.wake_ns)
+
+
+@uncounted
+def drain_link(m: Machine, r: Rates, p: PolicyState) -> None:
+    """Between two requests: wait until nothing is in the stream of copies."""
+    while m.at[N_ISSUED] and not m.at[mach.FAILED]:
+        m.at[HOST_KEY] = m.issued[m.at[N_ISSUED] - 1]
+        _wait(m, r, p, ON_LANDING)
+        waited(m, WAIT_LINK)
+
+
+# Running.
+
+
+@uncounted
+def _block(m: Machine, r: Rates, kind: int, cost: NDArray[np.int64]) -> None:
+    if m.at[ASYNCHRONOUS]:
+        mach.launch(m, r, kind, cost[0], cost[1], 0, -1)
+    else:
+        spend(m, kind, cost[0])
+
+
+@uncounted
+def _experts(m: Machine, r: Rates, b: Blocks, p: PolicyState, count: int, tokens: int) -> None:
+    """Run or launch resident experts, slower beside CPU experts."""
+    m.seen[mach.SEEN_GPU, count, tokens] = True
+    host_ns, gpu_ns = b.experts[count, tokens, 0], b.experts[count, tokens, 1]
+    if m.at[ASYNCHRONOUS]:
+        mach.launch(m, r, EXPERTS_GPU, host_ns, gpu_ns, count, -1)
+        return
+    work_ns = max(host_ns, gpu_ns)
+    if m.job[CPU, mach.ACTIVE]:
+        catch_up(m, r, p)
+        start_job(m, r, GPU, work_ns, count)
+        _wait(m, r, p, ON_GPU)
+        work_ns = m.at[NOW] - m.at[HOST]
+    spend(m, EXPERTS_GPU, work_ns)
+
+
+@uncounted
+def _sync(m: Machine, r: Rates, p: PolicyState) -> None:
+    """Wait for the GPU; time in which it waited for a copy is the link's."""
+    if not m.at[ASYNCHRONOUS]:
+        return
+    if m.at[N_LAUNCHED]:
+        _wait(m, r, p, ON_DRAINED)
+    end, link_ns = max(m.at[HOST], m.at[FREE_AT]), 0
+    for i in range(m.at[N_BLOCKED]):
+        link_ns += max(0, min(end, m.blocked[i, 1]) - max(m.at[HOST], m.blocked[i, 0]))
+    m.at[N_BLOCKED] = 0
+    spend(m, WAIT_GPU, end - m.at[HOST] - link_ns)
+    spend(m, WAIT_LINK, link_ns)
+
+
+@uncounted
+def _copied(
+    m: Machine,
+    r: Rates,
+    b: Blocks,
+    p: PolicyState,
+    layer: int,
+    experts: NDArray[np.int32],
+    counts: NDArray[np.int32],
+    window: bool,
+    action: NDArray[np.int8],
+) -> None:
+    """Run the experts that come over the link, in its order."""
+    total, left, at = p.status.shape[1], 0, 0
+    for i in range(len(experts)):
+        m.done[i] = action[i] == step.ACT_CPU or action[i] == step.ACT_HIT
+        left += not m.done[i]
+    while left and not m.at[mach.FAILED]:
+        settle(m, r, p)
+        if at == m.at[N_LOG]:
+            _wait(m, r, p, ON_ISSUE)
+            waited(m, WAIT_ISSUE if m.at[ASYNCHRONOUS] else WAIT_LINK)
+            if m.at[ASYNCHRONOUS]:
+                spend(m, WAKE, r.wake_ns)
+            continue
+        key = m.log[at]
+        at += 1
+        for i in range(len(experts)):
+            if not m.done[i] and key == layer * total + experts[i]:
+                m.done[i] = True
+                left -= 1
+                _came(m, r, b, p, key, counts[i] if window else 0)
+
+
+@uncounted
+def _came(m: Machine, r: Rates, b: Blocks, p: PolicyState, key: int, tokens: int) -> None:
+    """Wait for a copy in the link, as far as the host must, and run or launch its expert."""
+    if m.at[ASYNCHRONOUS]:
+        m.seen[mach.SEEN_GPU, 1, tokens] = True
+        mach.launch(m, r, EXPERTS_GPU, b.experts[1, tokens, 0], b.experts[1, tokens, 1], 1, key)
+        return
+    if not mach.has_landed(m, key):
+        _landed(m, r, p, key)
+    _experts(m, r, b, p, 1, tokens)
+
+
+@uncounted
+def decode(
+    m: Machine,
+    r: Rates,
+    b: Blocks,
+    p: PolicyState,
+    rules: Rules,
+    split: SplitCosts,
+    steps: Steps,
+    depth: int,
+    step_ns: NDArray[np.int64],
+) -> None:
+    """A request's decode steps; writes step_ns [S]."""
+    layers = steps.demand.shape[1]
+    after_cpu = False  # whether the last layer-step waited for the CPU
+    for at in range(len(steps.fed)):
+        begun, fed, opened = m.at[HOST], steps.fed[at], -1
+        if b.drafting:
+            _block(m, r, DRAFT, b.draft[max(1, fed - 1)])
+            _sync(m, r, p)
+        _block(m, r, EMBED, b.embed[fed])
+        for layer in range(layers):
+            _slowed(m, b, after_cpu)
+            _routed(m, r, b, p, layer, fed, steps.attention[at], min(depth, layers - 1 - layer))
+            settle(m, r, p)
+            _close(m, p, rules, split, steps, at, opened)
+            distinct = 0
+            while distinct < steps.counts.shape[2] and steps.counts[at, layer, distinct] > 0:
+                distinct += 1
+            experts, counts = steps.demand[at, layer, :distinct], steps.counts[at, layer, :distinct]
+            action = m.action[layer & 1, :distinct]
+            mach.watch(m)
+            if not step.demand(p, rules, layer, experts, counts, split, action):
+                m.at[mach.FAILED] = 3
+                return
+            for ahead in range(min(depth, layers - 1 - layer)):
+                step.prefetch(p, rules, layer + 1 + ahead, steps.predicted[ahead, at, layer + 1 + ahead])
+            after_cpu = _layer_experts(m, r, b, p, layer, experts, counts, fed > 1, action)
+            _block(m, r, FINISH, b.finish[fed])
+            opened = layer
+            if not m.at[ASYNCHRONOUS]:
+                _finish(m, r, p, rules, split, steps, at, opened)
+                opened = -1
+        _block(m, r, HEAD, b.head[fed])
+        _sync(m, r, p)
+        if b.drafting and b.sample[steps.emitted[at], 0]:
+            _block(m, r, SAMPLE, b.sample[steps.emitted[at]])
+        _finish(m, r, p, rules, split, steps, at, opened)
+        step.end_step(p)
+        step_ns[at] = m.at[HOST] - begun
+
+
+@uncounted
+def _slowed(m: Machine, b: Blocks, after_cpu: bool) -> None:
+    """The host's blocks take longer for what it waited and for the copies that landed since."""
+    us = min(b.cold.shape[1] - 1, m.at[IDLE] // 1000)
+    m.seen_us[int(after_cpu), us] = True
+    spend(m, COLD, b.cold[int(after_cpu), us])
+    spend(m, INTERRUPT, m.at[INTERRUPTIONS] * b.interrupt_ns)
+    m.at[IDLE] = 0
+    m.at[INTERRUPTIONS] = 0
+
+
+@uncounted
+def _routed(
+    m: Machine,
+    r: Rates,
+    b: Blocks,
+    p: PolicyState,
+    layer: int,
+    fed: int,
+    attention: NDArray[np.int64],
+    depth: int,
+) -> None:
+    """A layer's blocks until its experts are planned."""
+    _block(m, r, ATTENTION, attention)
+    if b.executes[layer]:
+        _block(m, r, ROUTE, b.speculated[fed])
+    else:
+        _block(m, r, ROUTE, b.route[fed])
+        _sync(m, r, p)
+    if depth:
+        _block(m, r, PREDICT, b.predict[fed, depth])
+        _sync(m, r, p)
+    _block(m, r, PLAN, b.plan[fed])
+
+
+@uncounted
+def _finish(
+    m: Machine, r: Rates, p: PolicyState, rules: Rules, split: SplitCosts, steps: Steps, at: int, opened: int
+) -> None:
+    """End the open layer-step, if any, and queue what that allows."""
+    settle(m, r, p)
+    _close(m, p, rules, split, steps, at, opened)
+    _pump(m, r, p)
+
+
+@uncounted
+def _close(m: Machine, p: PolicyState, rules: Rules, split: SplitCosts, steps: Steps, at: int, opened: int) -> None:
+    """The layer-step `opened` (-1: none) of step `at` is done."""
+    if opened < 0:
+        return
+    distinct = 0
+    while distinct < steps.counts.shape[2] and steps.counts[at, opened, distinct] > 0:
+        distinct += 1
+    step.finish(p, rules, opened, steps.demand[at, opened, :distinct], m.action[opened & 1, :distinct], split)
+
+
+@uncounted
+def _layer_experts(
+    m: Machine,
+    r: Rates,
+    b: Blocks,
+    p: PolicyState,
+    layer: int,
+    experts: NDArray[np.int32],
+    counts: NDArray[np.int32],
+    window: bool,
+    action: NDArray[np.int8],
+) -> bool:
+    """CPU experts, hits, copies, CPU results; whether the CPU had any."""
+    on_cpu, hits, cpu_tokens, hit_tokens = 0, 0, 0, 0
+    for i in range(len(experts)):
+        tokens = counts[i] if window else 0
+        if action[i] == step.ACT_CPU:
+            on_cpu += 1
+            cpu_tokens += tokens
+        elif action[i] == step.ACT_HIT:
+            hits += 1
+            hit_tokens += tokens
+    if on_cpu:
+        catch_up(m, r, p)
+        m.seen[mach.SEEN_CPU, on_cpu, cpu_tokens] = True
+        start_job(m, r, CPU, r.cpu_ns[on_cpu, cpu_tokens], on_cpu)
+    if p.scalars[N_QUEUED] and p.scalars[N_IN_FLIGHT] < copies.WINDOW:
+        _pump(m, r, p)
+        spend(m, PLAN, b.queueing_ns)
+    if hits:
+        _experts(m, r, b, p, hits, hit_tokens)
+    if hits + on_cpu < len(experts):
+        _copied(m, r, b, p, layer, experts, counts, window, action)
+    if on_cpu:
+        settle(m, r, p)
+        if m.job[CPU, mach.ACTIVE]:
+            _wait(m, r, p, ON_CPU)
+            waited(m, WAIT_CPU)
+    return on_cpu > 0
+
+
+# Prompts and a warm start.
+
+
+@uncounted
+def warm_start(
+    m: Machine, r: Rates, p: PolicyState, rules: Rules, layers: NDArray[np.int64], experts: NDArray[np.int64]
+) -> None:
+    """Load `experts` of `layers` into persistent slots."""
+    m.target[:] = True
+    asked, total = 0, p.status.shape[1]
+    for served in range(len(layers)):
+        while asked < len(layers) and prompt.prefill_fetch(p, layers[asked], experts[asked]):
+            asked += 1
+        _pump(m, r, p)
+        if asked == served:
+            m.at[mach.FAILED] = 3
+            return
+        key = layers[served] * total + experts[served]
+        if not mach.has_landed(m, key):
+            _landed(m, r, p, key)
+        settle(m, r, p)
+        prompt.prefill_done(p, rules, layers[served], experts[served], m.target)
+    m.at[IDLE] = 0
+    m.at[INTERRUPTIONS] = 0
+
+
+@uncounted
+def prefill(
+    m: Machine, r: Rates, b: Blocks, p: PolicyState, rules: Rules, chunk_tokens: int, tokens: NDArray[np.int32]
+) -> None:
+    """A prompt's experts, tokens [P, L, k], in chunks; the last one fills the cache."""
+    for start in range(0, len(tokens), chunk_tokens):
+        chunk = tokens[start : start + chunk_tokens]
+        _block(m, r, EMBED, b.embed[1])
+        for layer in range(tokens.shape[1]):
+            m.counts[:] = 0
+            for token in range(len(chunk)):
+                for rank in range(chunk.shape[2]):
+                    m.counts[chunk[token, layer, rank]] += 1
+            m.seen_tokens[0, len(chunk)] = True
+            _block(m, r, PREFILL_LAYER, b.prefill_layer[len(chunk)])
+            _sync(m, r, p)
+            _prefill_layer(m, r, b, p, rules, layer, start + chunk_tokens >= len(tokens))
+        _block(m, r, HEAD, b.head[1])
+        _sync(m, r, p)
+
+
+@uncounted
+def _prefill_layer(m: Machine, r: Rates, b: Blocks, p: PolicyState, rules: Rules, layer: int, last: bool) -> None:
+    counts, experts, n = m.counts, len(m.counts), 0
+    m.target[:] = False
+    prompt.look_up(p, layer, counts)
+    if last:
+        prompt.prefill_targets(p, rules, layer, counts, m.target)
+    for expert in range(experts):
+        if counts[expert] and p.status[layer, expert] == KEPT:
+            _prefill_expert(m, r, b, counts[expert])
+        elif counts[expert]:
+            m.todo[n] = expert
+            n += 1
+    mach.watch(m)
+    asked = 0
+    for served in range(n):
+        while asked < n and prompt.prefill_fetch(p, layer, m.todo[asked]):
+            asked += 1
+        _pump(m, r, p)
+        if asked == served:
+            m.at[mach.FAILED] = 3
+            return
+        expert = m.todo[served]
+        settle(m, r, p)
+        if not mach.has_landed(m, layer * experts + expert):
+            _landed(m, r, p, layer * experts + expert)
+        _prefill_expert(m, r, b, counts[expert])
+        settle(m, r, p)
+        prompt.prefill_done(p, rules, layer, expert, m.target)
+
+
+@uncounted
+def _prefill_expert(m: Machine, r: Rates, b: Blocks, tokens: int) -> None:
+    m.seen_tokens[1, tokens] = True
+    _block(m, r, PREFILL_EXPERT, b.prefill_expert[tokens])

@@ -1,0 +1,455 @@
+"""The simulated machine as arrays and compiled functions: clocks, link, CPU pool, GPU stream (see `devices`).
+
+An event loop without a calendar: at any time at most six things can happen next (three running jobs, the GPU stream's
+own event, new work for it, the host's wake-up), and the earliest does; of equal times, completions first, then in the
+order in which they were scheduled. The host's code is straight-line: where it must wait, it runs the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, cast
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from foreload.backend.policy import copies
+from foreload.backend.policy.state import N_IN_FLIGHT, N_QUEUED, PolicyState
+from foreload.compiled import drop_stale_caches
+from foreload.simulator.costs import SCALE
+
+drop_stale_caches(Path(__file__).parent, Path(copies.__file__).parent)
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def uncounted(function: F) -> F:
+    """Compile a function that makes no array, without counting references.
+
+    Structures of many arrays go from function to function here; counting references to each of them at every call took
+    more time than the functions.
+    """
+    compiled: F = cast(Any, njit)(cache=True, _nrt=False)(function)
+    return compiled
+
+
+LINK, CPU, GPU = 0, 1, 2
+
+KINDS = (
+    "embed", "attention", "route", "predict", "plan", "experts_gpu", "finish", "head", "prefill_layer",
+    "prefill_expert", "draft", "sample", "wait_link", "wait_issue", "wait_cpu", "wait_gpu", "wake", "cold", "interrupt",
+)  # fmt: skip
+"""Kinds of host time, in the order of the columns of `Machine.time`."""
+(
+    EMBED, ATTENTION, ROUTE, PREDICT, PLAN, EXPERTS_GPU, FINISH, HEAD, PREFILL_LAYER, PREFILL_EXPERT, DRAFT, SAMPLE,
+    WAIT_LINK, WAIT_ISSUE, WAIT_CPU, WAIT_GPU, WAKE, COLD, INTERRUPT,
+) = range(len(KINDS))  # fmt: skip
+
+# Indices into `Machine.at`.
+(
+    NOW,  # of the event loop
+    HOST,  # of the decoding thread, which runs ahead while nothing else is at work
+    ORDER,  # of scheduling
+    ROW,  # of `time`: decode or prefill
+    PHASE,  # that copies are counted in
+    IDLE,  # waited for copies since it was last reset
+    INTERRUPTIONS,
+    N_ISSUED,
+    N_LOG,
+    WATCH,  # number of the log; what landed before it began is forgotten
+    HOST_WAIT,
+    HOST_KEY,
+    HOST_DUE,
+    HOST_ORDER,
+    STREAM,  # what the GPU stream waits for
+    STREAM_KEY,
+    STREAM_DUE,
+    STREAM_ORDER,
+    STREAM_START,
+    WORK,  # the event that wakes an idle stream
+    WORK_DUE,
+    WORK_ORDER,
+    FREE_AT,  # when the stream has done all that it began
+    FIRST,  # launch in the ring
+    N_LAUNCHED,
+    N_BLOCKED,
+    ASYNCHRONOUS,
+    FAILED,
+    N_AT,
+) = range(29)
+
+RUNNING, DUE_SOON, ON_ISSUE, ON_LANDING, ON_CPU, ON_GPU, ON_DRAINED = range(7)
+"""HOST_WAIT: the host runs, its wake-up is scheduled, or what must happen before it is."""
+S_IDLE, S_LANDING, S_LANDED, S_STARTING, S_SHARING, S_SHARED = range(6)
+"""STREAM: nothing to do; waits for a copy; its arrival is scheduled; waits to start beside CPU experts; runs beside
+them; their end is scheduled."""
+W_NONE, W_DUE, W_PAST = range(3)
+"""WORK: not announced, announcement scheduled, announced while the stream was busy."""
+
+ACTIVE, REMAINING, RATE, SINCE, EXPERTS, DUE, SCHEDULED = range(7)
+"""Columns of `Machine.job`."""
+SEEN_GPU, SEEN_CPU, SEEN_CPU_RATE, SEEN_BOTH = range(4)
+"""Rows of `Machine.seen`: [n, tokens] resident experts, [n, tokens] CPU experts, [n, 0] those beside a copy (0: it),
+and [g, c] beside each other."""
+L_BEGUN, L_ENDED, L_WORK, L_EXPERTS, L_KEY = range(5)
+"""Columns of `Machine.launch`."""
+
+
+class Rates(NamedTuple):
+    """What link, CPU pool and expert kernels cost and how they slow each other.
+
+    K = most experts of a layer-step, T = most tokens of all of them together.
+    """
+
+    copy_ns: int
+    copy_rate: int  # of SCALE, beside CPU experts
+    wake_ns: int
+    cpu_ns: NDArray[np.int64]  # [K + 1, T + 1] by tokens; 0: of a single token's step
+    cpu_rate: NDArray[np.int64]  # [K + 1] beside a copy
+    both_rate: NDArray[np.int64]  # [K + 1, K + 1] resident experts beside CPU experts
+
+
+class Machine(NamedTuple):
+    """All state but the policy's."""
+
+    at: NDArray[np.int64]  # [N_AT]
+    time: NDArray[np.int64]  # [3, kinds] of decode, prompts and warm start
+    job: NDArray[np.int64]  # [3, 7]
+    issued: NDArray[np.int64]  # [2] keys in the stream of copies, the transferring one first
+    log: NDArray[np.int64]  # keys in the order of issue since `watch`
+    landed_at: NDArray[np.int64]  # [L * E]
+    landed_in: NDArray[np.int64]  # [L * E] the watch in which it landed
+    launch: NDArray[np.int64]  # [ring, 5]
+    blocked: NDArray[np.int64]  # [spans, 2] in which the stream waited for a copy, since the last sync
+    counts: NDArray[np.int32]  # [E] scratch of a prompt's layer-step, as the next two
+    target: NDArray[np.bool_]  # [E]
+    todo: NDArray[np.int64]  # [E]
+    action: NDArray[np.int8]  # [2, K] of this layer-step and the one before
+    done: NDArray[np.bool_]  # [K] scratch
+    seen: NDArray[np.bool_]  # [4, K + 1, max(K, T) + 1] what was asked for, see SEEN_*
+    seen_tokens: NDArray[np.bool_]  # [2, C + 1] the same of `prefill_layer` and `prefill_expert`
+    seen_us: NDArray[np.bool_]  # [2, microseconds waited] without and with CPU experts before
+
+
+def new_machine(
+    layers: int, experts: int, most: int, tokens: int, chunk_tokens: int, longest_us: int, asynchronous: bool
+) -> Machine:
+    """An idle machine for L layers of E experts, K = `most` of them and T = `tokens` in a layer-step."""
+    keys = layers * experts
+    at = np.zeros(N_AT, np.int64)
+    at[ASYNCHRONOUS] = asynchronous
+    return Machine(
+        at=at,
+        time=np.zeros((3, len(KINDS)), np.int64),
+        job=np.zeros((3, 7), np.int64),
+        issued=np.zeros(copies.WINDOW, np.int64),
+        log=np.zeros(4 * keys + 64, np.int64),
+        landed_at=np.zeros(keys, np.int64),
+        landed_in=np.full(keys, -1, np.int64),
+        launch=np.zeros((4 * keys + 64, 5), np.int64),
+        blocked=np.zeros((4 * keys + 64, 2), np.int64),
+        counts=np.zeros(experts, np.int32),
+        target=np.zeros(experts, np.bool_),
+        todo=np.zeros(experts, np.int64),
+        action=np.zeros((2, most), np.int8),
+        done=np.zeros(most, np.bool_),
+        seen=np.zeros((4, most + 1, max(most, tokens) + 1), np.bool_),
+        seen_tokens=np.zeros((2, chunk_tokens + 1), np.bool_),
+        seen_us=np.zeros((2, longest_us + 1), np.bool_),
+    )
+
+
+# Sharing: at most one copy, one CPU batch and one group of resident experts at a time.
+
+
+@uncounted
+def _rate(m: Machine, r: Rates, which: int) -> int:
+    if not m.job[CPU, ACTIVE]:
+        return SCALE
+    cpu = m.job[CPU, EXPERTS]
+    if which == LINK:
+        m.seen[SEEN_CPU_RATE, 0, 0] = True
+        return r.copy_rate
+    rate = SCALE
+    if m.job[GPU, ACTIVE]:
+        gpu = m.job[GPU, EXPERTS]
+        m.seen[SEEN_BOTH, gpu, cpu] = True
+        rate = r.both_rate[gpu, cpu]
+    if which == CPU and m.job[LINK, ACTIVE]:
+        m.seen[SEEN_CPU_RATE, cpu, 0] = True
+        rate = max(1, rate * r.cpu_rate[cpu] // SCALE)
+    return rate
+
+
+@uncounted
+def _arm(m: Machine, which: int) -> None:
+    m.at[ORDER] += 1
+    m.job[which, SCHEDULED] = m.at[ORDER]
+    m.job[which, DUE] = m.at[NOW] - (-m.job[which, REMAINING] // m.job[which, RATE])
+
+
+@uncounted
+def _replan(m: Machine, r: Rates) -> None:
+    now = m.at[NOW]
+    for which in range(3):
+        if m.job[which, ACTIVE]:
+            rate, before = _rate(m, r, which), m.job[which, RATE]
+            if rate != before:
+                done = before * (now - m.job[which, SINCE])
+                m.job[which, REMAINING] = max(0, m.job[which, REMAINING] - done)
+                m.job[which, RATE] = rate
+                m.job[which, SINCE] = now
+                _arm(m, which)
+
+
+@uncounted
+def start_job(m: Machine, r: Rates, which: int, work_ns: int, experts: int) -> None:
+    """Run `work_ns` (alone) on an idle resource."""
+    m.job[which, ACTIVE] = 1
+    m.job[which, REMAINING] = work_ns * SCALE
+    m.job[which, RATE] = 0
+    m.job[which, SINCE] = m.at[NOW]
+    m.job[which, EXPERTS] = experts
+    if which == CPU or m.job[CPU, ACTIVE]:
+        _replan(m, r)
+    else:
+        m.job[which, RATE] = SCALE
+        _arm(m, which)
+
+
+# The host's clock.
+
+
+@uncounted
+def spend(m: Machine, kind: int, duration_ns: int) -> None:
+    """Let host time pass on `kind`."""
+    m.time[m.at[ROW], kind] += duration_ns
+    m.at[HOST] += duration_ns
+
+
+@uncounted
+def waited(m: Machine, kind: int) -> None:
+    """Account for the time up to the event loop's as `kind`."""
+    passed = max(0, m.at[NOW] - m.at[HOST])
+    if kind in (WAIT_LINK, WAIT_ISSUE):
+        m.at[IDLE] += passed
+    spend(m, kind, passed)
+
+
+@uncounted
+def wake_host(m: Machine, delay_ns: int) -> None:
+    """Schedule the host's wake-up."""
+    m.at[ORDER] += 1
+    m.at[HOST_WAIT], m.at[HOST_DUE], m.at[HOST_ORDER] = DUE_SOON, m.at[NOW] + delay_ns, m.at[ORDER]
+
+
+# The link.
+
+
+@uncounted
+def has_landed(m: Machine, key: int) -> bool:
+    """Whether the copy of `key` has landed since the log began."""
+    return bool(m.landed_in[key] == m.at[WATCH])
+
+
+@uncounted
+def watch(m: Machine) -> None:
+    """Start a new log, beginning with what is in the stream."""
+    m.at[WATCH] += 1
+    m.at[N_LOG] = m.at[N_ISSUED]
+    for i in range(m.at[N_ISSUED]):
+        m.log[i] = m.issued[i]
+
+
+@uncounted
+def pump(m: Machine, r: Rates, p: PolicyState) -> None:
+    """Issue what the window admits."""
+    while p.scalars[N_QUEUED] and p.scalars[N_IN_FLIGHT] < copies.WINDOW:
+        key = copies.next_copy(p, m.at[PHASE])
+        m.issued[m.at[N_ISSUED]] = key
+        m.at[N_ISSUED] += 1
+        if m.at[N_LOG] == len(m.log):
+            m.at[FAILED] = 1
+            return
+        m.log[m.at[N_LOG]] = key
+        m.at[N_LOG] += 1
+        if m.at[N_ISSUED] == 1:
+            start_job(m, r, LINK, r.copy_ns, 0)
+        if m.at[HOST_WAIT] == ON_ISSUE:
+            wake_host(m, 0)
+
+
+@uncounted
+def _arrived(m: Machine, r: Rates, p: PolicyState) -> None:
+    key = m.issued[0]
+    m.issued[0] = m.issued[1]
+    m.at[N_ISSUED] -= 1
+    if m.at[NOW] < m.at[HOST]:
+        m.at[INTERRUPTIONS] += 1
+    copies.complete(p, key)
+    m.landed_at[key], m.landed_in[key] = m.at[NOW], m.at[WATCH]
+    if m.at[N_ISSUED]:
+        start_job(m, r, LINK, r.copy_ns, 0)
+    pump(m, r, p)
+    if m.at[HOST_WAIT] == ON_LANDING and m.at[HOST_KEY] == key:
+        wake_host(m, 0)
+    elif m.at[STREAM] == S_LANDING and m.at[STREAM_KEY] == key:
+        _stream_event(m, S_LANDED, 0)
+
+
+# The GPU stream.
+
+
+@uncounted
+def _stream_event(m: Machine, state: int, delay_ns: int) -> None:
+    m.at[ORDER] += 1
+    m.at[STREAM], m.at[STREAM_DUE], m.at[STREAM_ORDER] = state, m.at[NOW] + delay_ns, m.at[ORDER]
+
+
+@uncounted
+def _start_ns(m: Machine, r: Rates, entry: int) -> int:
+    """When the stream can begin the launch at `entry`, whose copy (if any) has landed."""
+    ready, key = max(m.at[FREE_AT], m.launch[entry, L_BEGUN]), m.launch[entry, L_KEY]
+    landed = m.landed_at[key] if key >= 0 and has_landed(m, key) else 0
+    if landed <= ready:
+        return int(ready)
+    if m.at[N_BLOCKED] == len(m.blocked):
+        m.at[FAILED] = 1
+        return int(ready)
+    m.blocked[m.at[N_BLOCKED], 0] = ready
+    m.blocked[m.at[N_BLOCKED], 1] = landed + r.wake_ns
+    m.at[N_BLOCKED] += 1
+    return int(landed + r.wake_ns)
+
+
+@uncounted
+def launch(m: Machine, r: Rates, kind: int, host_ns: int, gpu_ns: int, experts: int, key: int) -> None:
+    """Launch work on the stream; `experts` above 0 share memory with CPU experts, `key` is a copy it waits for."""
+    begun = m.at[HOST]
+    spend(m, kind, host_ns)
+    if m.at[N_LAUNCHED] == len(m.launch):
+        m.at[FAILED] = 1
+        return
+    entry = (m.at[FIRST] + m.at[N_LAUNCHED]) % len(m.launch)
+    m.launch[entry, L_BEGUN] = begun
+    m.launch[entry, L_ENDED] = m.at[HOST]
+    m.launch[entry, L_WORK] = gpu_ns
+    m.launch[entry, L_EXPERTS] = experts
+    m.launch[entry, L_KEY] = key
+    plain = (key < 0 or has_landed(m, key)) and not (experts and m.job[CPU, ACTIVE])
+    if plain and m.at[N_LAUNCHED] == 0:
+        m.at[FREE_AT] = max(_start_ns(m, r, entry) + gpu_ns, m.at[HOST])
+        return
+    m.at[N_LAUNCHED] += 1
+    if m.at[WORK] == W_NONE:
+        m.at[ORDER] += 1
+        m.at[WORK], m.at[WORK_DUE], m.at[WORK_ORDER] = W_DUE, m.at[NOW], m.at[ORDER]
+
+
+@uncounted
+def _stream(m: Machine, r: Rates) -> None:
+    """Go on with the stream where it stopped: launches in order, each behind its copy."""
+    at = m.at
+    while True:
+        while at[N_LAUNCHED]:
+            entry, state = at[FIRST], at[STREAM]
+            key, experts, work_ns = m.launch[entry, L_KEY], m.launch[entry, L_EXPERTS], m.launch[entry, L_WORK]
+            if state == S_IDLE and key >= 0 and not has_landed(m, key):
+                at[STREAM] = S_LANDING
+                at[STREAM_KEY] = key
+                return
+            shared = state == S_STARTING
+            if state in (S_IDLE, S_LANDED):
+                at[STREAM_START] = _start_ns(m, r, entry)
+                shared = experts > 0 and m.job[CPU, ACTIVE] == 1
+                if shared and at[NOW] < at[STREAM_START]:
+                    _stream_event(m, S_STARTING, at[STREAM_START] - at[NOW])
+                    return
+            if shared:
+                at[STREAM] = S_SHARING
+                start_job(m, r, GPU, work_ns, experts)
+                return
+            end = at[NOW] if state == S_SHARED else at[STREAM_START] + work_ns
+            at[FREE_AT] = max(end, m.launch[entry, L_ENDED])
+            at[STREAM] = S_IDLE
+            at[FIRST] = (entry + 1) % len(m.launch)
+            at[N_LAUNCHED] -= 1
+        if at[HOST_WAIT] == ON_DRAINED:
+            wake_host(m, 0)
+        if at[WORK] != W_PAST:
+            return
+        at[WORK] = W_NONE
+
+
+# The event loop.
+
+
+@uncounted
+def _next_event(m: Machine) -> int:
+    """What happens next: a job by its number, 3 the stream's event, 4 work for it, 5 the host's wake-up, -1 nothing."""
+    at, what, due, order, late = m.at, -1, np.int64(1) << 62, np.int64(0), True
+    for which in range(3):
+        if m.job[which, ACTIVE]:
+            t, o = m.job[which, DUE], m.job[which, SCHEDULED]
+            if t < due or (t == due and o < order):
+                what, due, order, late = which, t, o, False
+    state = at[STREAM]
+    if state == S_STARTING:
+        t, o = at[STREAM_DUE], at[STREAM_ORDER]
+        if t < due or (t == due and o < order):
+            what, due, order, late = 3, t, o, False
+    elif state in (S_LANDED, S_SHARED):
+        t, o = at[STREAM_DUE], at[STREAM_ORDER]
+        if t < due:
+            what, due, order, late = 3, t, o, True
+    if at[WORK] == W_DUE:
+        t, o = at[WORK_DUE], at[WORK_ORDER]
+        if t < due or (late and t == due and o < order):
+            what, due, order, late = 4, t, o, True
+    if at[HOST_WAIT] == DUE_SOON:
+        t, o = at[HOST_DUE], at[HOST_ORDER]
+        if t < due or (late and t == due and o < order):
+            what, due, order, late = 5, t, o, True
+    if what >= 0:
+        at[NOW] = due
+    return what
+
+
+@uncounted
+def run_until_host(m: Machine, r: Rates, p: PolicyState) -> None:
+    """Let things happen until the host wakes up."""
+    while m.at[HOST_WAIT] != RUNNING and not m.at[FAILED]:
+        what = _next_event(m)
+        if what < 0:
+            m.at[FAILED] = 2
+            return
+        _happen(m, r, p, what)
+
+
+@uncounted
+def _happen(m: Machine, r: Rates, p: PolicyState, what: int) -> None:
+    at = m.at
+    if what <= GPU:
+        m.job[what, ACTIVE] = 0
+        if what == CPU or m.job[CPU, ACTIVE]:
+            _replan(m, r)
+        if what == LINK:
+            _arrived(m, r, p)
+        elif what == CPU:
+            if at[HOST_WAIT] == ON_CPU:
+                wake_host(m, 0)
+        elif at[ASYNCHRONOUS]:
+            _stream_event(m, S_SHARED, 0)
+        else:
+            wake_host(m, 0)
+    elif what == 3:
+        _stream(m, r)
+    elif what == 4:
+        busy = at[STREAM] != S_IDLE
+        at[WORK] = W_PAST if busy else W_NONE
+        if not busy:
+            _stream(m, r)
+    else:
+        at[HOST_WAIT] = RUNNING
