@@ -16,7 +16,7 @@ from foreload.dashboard import svg
 from foreload.dashboard.result import Candidate, Outcome, Run, RunResult, load_run
 from foreload.files import write_text
 from foreload.profiler.schema import HardwareProfile, Measurement
-from foreload.settings import Settings
+from foreload.settings import Settings, flat_fields
 from foreload.units import format_bytes
 
 TEMPLATE = "report.html.j2"
@@ -172,8 +172,8 @@ def settings_rows(run: Run) -> list[tuple[str, str, str, bool]]:
     """(field, default, tuned, differs) of every setting; empty without settings.json."""
     if run.settings is None:
         return []
-    default = Settings.parse(run.result.default_settings, "result.json: default_settings").model_dump(mode="json")
-    tuned = run.settings.model_dump(mode="json")
+    base = Settings.parse(run.result.default_settings, "result.json: default_settings")
+    default, tuned = (dict(flat_fields(settings.model_dump(mode="json"))) for settings in (base, run.settings))
     return [(name, _plain(default[name]), _plain(tuned[name]), default[name] != tuned[name]) for name in tuned]
 
 
@@ -187,8 +187,8 @@ def _plain(value: Any) -> str:
 
 def describe_candidate(candidate: Candidate) -> str:
     """The candidate's settings that differ from the default, on one line."""
-    known = {name: value for name, value in candidate.settings.items() if value is not None}
-    base = Settings().model_dump(mode="json")
+    known = {name: value for name, value in flat_fields(candidate.settings) if value is not None}
+    base = dict(flat_fields(Settings().model_dump(mode="json")))
     parts = [f"{name} {_plain(value)}" for name, value in known.items() if value != base.get(name)]
     return ", ".join(parts) or "all at their defaults"
 

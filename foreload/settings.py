@@ -228,7 +228,7 @@ class Settings(BaseModel):
     def describe(self) -> str:
         """The fields that differ from the default, on one line."""
         parts = []
-        for key, value in _flat(self.model_dump(exclude_defaults=True)):
+        for key, value in flat_fields(self.model_dump(exclude_defaults=True)):
             shown = "/".join(map(str, value)) if isinstance(value, tuple) else str(value)
             parts.append(f"{key}={shown}")
         return " ".join(parts) or "default"
@@ -243,11 +243,11 @@ def _toml(values: Mapping[str, Any]) -> str:
     return "".join(lines)
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat_fields(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Fields of nested models under their full names."""
     for key, value in values.items():
         if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from flat_fields(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
