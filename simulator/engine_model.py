@@ -67,6 +67,7 @@ class EngineModel:
         self._wake_ns = costs.cost("wait").host_ns
         self._after_cpu = False  # whether the last layer-step waited for CPU experts
         self._open = -1  # layer-step that is not finished yet
+        self._coming: list[int] = []  # keys of the copies it runs on
 
     def run(self, requests: Sequence[Request], sampled: bool = False) -> None:
         """Serve the requests one after the other; `sampled`: at a temperature, which costs draws in verify steps."""
@@ -165,7 +166,7 @@ class EngineModel:
     def _experts(self, request: Request, step: int, layer: int, depth: int) -> Process:
         """A layer-step's experts: plan, hits, copies in the order of the link, CPU results."""
         yield from self.settle()
-        self._close()
+        yield from self._close()
         self.link.watch()
         distinct = int(np.count_nonzero(request.counts[step, layer]))
         experts, counts = request.demand[step, layer, :distinct], request.counts[step, layer, :distinct]
@@ -177,6 +178,8 @@ class EngineModel:
         for ahead in range(depth):
             self.brain.prefetch(layer + 1 + ahead, request.predicted[ahead][step, layer + 1 + ahead])
         on_cpu, hits = actions.count(_CPU), actions.count(_HIT)
+        coming = (decided != _CPU) & (decided != _HIT)
+        self._coming = (layer * self.shape.experts + experts[coming]).tolist()
         if on_cpu:
             if self.clock.ahead:
                 yield self.clock.catch_up()
@@ -187,7 +190,6 @@ class EngineModel:
         if hits:
             yield from self.device.experts(hits, layer, tokens=int(tokens[decided == _HIT].sum()))
         if hits + on_cpu < len(actions):
-            coming = (decided != _CPU) & (decided != _HIT)
             yield from self._copied(layer, dict(zip(experts[coming].tolist(), tokens[coming].tolist(), strict=True)))
         if on_cpu:
             self._after_cpu = True
@@ -218,13 +220,23 @@ class EngineModel:
     def _finish(self) -> Process:
         """End the open layer-step, if any. With an asynchronous GPU that is when the next layer has been routed."""
         yield from self.settle()
-        self._close()
+        yield from self._close()
         yield from self.pump()
 
-    def _close(self) -> None:
-        if self._open >= 0:
-            self.brain.finish(self._open)
-            self._open = -1
+    def _close(self) -> Process:
+        """End the open layer-step, if any, once its copies have landed: the stream may not have come to them yet."""
+        if self._open < 0:
+            return
+        late = [key for key in self._coming if key not in self.link.landed_at]
+        for key in late:
+            if key not in self.link.landed_at:
+                yield self.link.landing(key)
+                self.clock.waited(WAIT_LINK, self._open)
+        if late:
+            self.clock.spend(WAKE, self._wake_ns, self._open)
+            yield from self.settle()
+        self.brain.finish(self._open)
+        self._open = -1
 
 
 def simulate(

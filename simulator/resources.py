@@ -179,7 +179,7 @@ class Link:
         return self._issue
 
     def landing(self, key: int) -> simpy.Event:
-        """Fires when the copy of `key`, queued or in the stream, has arrived. One asker per copy."""
+        """Fires when the copy of `key`, queued or in the stream, has arrived."""
         return self._landing.setdefault(key, self._env.event())
 
     def _transfer(self) -> None:

@@ -91,9 +91,10 @@ def _notes(target: Target) -> tuple[str, ...]:
 def ratio(chosen: int, total: int) -> str:
     """The shortest decimal whose share of `total`, cut to a whole number, is `chosen`."""
     for digits in range(1, 12):
-        text = f"{np.ceil(chosen / total * 10**digits) / 10**digits:.{digits}f}"
-        if int(total * float(text)) == chosen:
-            return text
+        at = int(np.ceil(chosen / total * 10**digits))
+        for text in (f"{n / 10**digits:.{digits}f}" for n in (at, at + 1)):
+            if int(total * float(text)) == chosen:
+                return text
     return repr(chosen / total)
 
 

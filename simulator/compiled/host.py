@@ -33,6 +33,7 @@ from foreload.simulator.compiled.machine import (
     INTERRUPT,
     INTERRUPTIONS,
     N_BLOCKED,
+    N_COMING,
     N_ISSUED,
     N_LAUNCHED,
     N_LOG,
@@ -264,7 +265,7 @@ def decode(
             _slowed(m, b, after_cpu)
             _routed(m, r, b, p, layer, fed, steps.attention[at], min(depth, layers - 1 - layer))
             settle(m, r, p)
-            _close(m, p, rules, split, steps, at, opened)
+            _close(m, r, p, rules, split, steps, at, opened)
             distinct = 0
             while distinct < steps.counts.shape[2] and steps.counts[at, layer, distinct] > 0:
                 distinct += 1
@@ -332,15 +333,27 @@ def _finish(
 ) -> None:
     """End the open layer-step, if any, and queue what that allows."""
     settle(m, r, p)
-    _close(m, p, rules, split, steps, at, opened)
+    _close(m, r, p, rules, split, steps, at, opened)
     _pump(m, r, p)
 
 
 @uncounted
-def _close(m: Machine, p: PolicyState, rules: Rules, split: SplitCosts, steps: Steps, at: int, opened: int) -> None:
-    """The layer-step `opened` (-1: none) of step `at` is done."""
+def _close(
+    m: Machine, r: Rates, p: PolicyState, rules: Rules, split: SplitCosts, steps: Steps, at: int, opened: int
+) -> None:
+    """The layer-step `opened` (-1: none) of step `at` is done, once its copies have landed."""
     if opened < 0:
         return
+    late = False
+    for i in range(m.at[N_COMING]):
+        if not mach.has_landed(m, m.coming[i]):
+            late = True
+            m.at[HOST_KEY] = m.coming[i]
+            _wait(m, r, p, ON_LANDING)
+            waited(m, WAIT_LINK)
+    if late:
+        spend(m, WAKE, r.wake_ns)
+        settle(m, r, p)
     distinct = 0
     while distinct < steps.counts.shape[2] and steps.counts[at, opened, distinct] > 0:
         distinct += 1
@@ -361,6 +374,7 @@ def _layer_experts(
 ) -> bool:
     """CPU experts, hits, copies, CPU results; whether the CPU had any."""
     on_cpu, hits, cpu_tokens, hit_tokens = 0, 0, 0, 0
+    m.at[N_COMING] = 0
     for i in range(len(experts)):
         tokens = counts[i] if window else 0
         if action[i] == step.ACT_CPU:
@@ -369,6 +383,9 @@ def _layer_experts(
         elif action[i] == step.ACT_HIT:
             hits += 1
             hit_tokens += tokens
+        else:
+            m.coming[m.at[N_COMING]] = layer * p.status.shape[1] + experts[i]
+            m.at[N_COMING] += 1
     if on_cpu:
         catch_up(m, r, p)
         m.seen[mach.SEEN_CPU, on_cpu, cpu_tokens] = True

@@ -68,6 +68,7 @@ KINDS = (
     STREAM_DUE,
     STREAM_ORDER,
     STREAM_START,
+    HOST_FIRST,  # whether the host waited for the copy before the stream did
     WORK,  # the event that wakes an idle stream
     WORK_DUE,
     WORK_ORDER,
@@ -75,10 +76,11 @@ KINDS = (
     FIRST,  # launch in the ring
     N_LAUNCHED,
     N_BLOCKED,
+    N_COMING,
     ASYNCHRONOUS,
     FAILED,
     N_AT,
-) = range(29)
+) = range(31)
 
 RUNNING, DUE_SOON, ON_ISSUE, ON_LANDING, ON_CPU, ON_GPU, ON_DRAINED = range(7)
 """HOST_WAIT: the host runs, its wake-up is scheduled, or what must happen before it is."""
@@ -128,6 +130,7 @@ class Machine(NamedTuple):
     todo: NDArray[np.int64]  # [E]
     action: NDArray[np.int8]  # [2, K] of this layer-step and the one before
     done: NDArray[np.bool_]  # [K] scratch
+    coming: NDArray[np.int64]  # [K] keys of the copies that the open layer-step runs on
     seen: NDArray[np.bool_]  # [4, K + 1, max(K, T) + 1] what was asked for, see SEEN_*
     seen_tokens: NDArray[np.bool_]  # [2, C + 1] the same of `prefill_layer` and `prefill_expert`
     seen_us: NDArray[np.bool_]  # [2, microseconds waited] without and with CPU experts before
@@ -155,6 +158,7 @@ def new_machine(
         todo=np.zeros(experts, np.int64),
         action=np.zeros((2, most), np.int8),
         done=np.zeros(most, np.bool_),
+        coming=np.zeros(most, np.int64),
         seen=np.zeros((4, most + 1, max(most, tokens) + 1), np.bool_),
         seen_tokens=np.zeros((2, chunk_tokens + 1), np.bool_),
         seen_us=np.zeros((2, longest_us + 1), np.bool_),
@@ -293,10 +297,14 @@ def _arrived(m: Machine, r: Rates, p: PolicyState) -> None:
     if m.at[N_ISSUED]:
         start_job(m, r, LINK, r.copy_ns, 0)
     pump(m, r, p)
-    if m.at[HOST_WAIT] == ON_LANDING and m.at[HOST_KEY] == key:
+    host = m.at[HOST_WAIT] == ON_LANDING and m.at[HOST_KEY] == key
+    stream = m.at[STREAM] == S_LANDING and m.at[STREAM_KEY] == key
+    if host and (not stream or m.at[HOST_FIRST]):
         wake_host(m, 0)
-    elif m.at[STREAM] == S_LANDING and m.at[STREAM_KEY] == key:
+    if stream:
         _stream_event(m, S_LANDED, 0)
+    if host and stream and not m.at[HOST_FIRST]:
+        wake_host(m, 0)
 
 
 # The GPU stream.
@@ -359,6 +367,7 @@ def _stream(m: Machine, r: Rates) -> None:
             if state == S_IDLE and key >= 0 and not has_landed(m, key):
                 at[STREAM] = S_LANDING
                 at[STREAM_KEY] = key
+                at[HOST_FIRST] = at[HOST_WAIT] == ON_LANDING and at[HOST_KEY] == key
                 return
             shared = state == S_STARTING
             if state in (S_IDLE, S_LANDED):

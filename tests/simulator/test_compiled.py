@@ -82,3 +82,12 @@ def test_equal_to_the_nanosecond(windows, data, capacity, machine):
 def test_refuses_what_the_simpy_model_refuses():
     with pytest.raises(MismatchError, match="capacity has 1 entries"):
         compiled.simulate(trace_of(False, 0), PROFILES[0], SHAPE, Settings(), (1,))
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("run", [compiled.simulate, engine_model.simulate], ids=["compiled", "simpy"])
+def test_a_layer_step_ends_when_its_copies_have_landed(run):
+    """Where the last layer executes predictions, nothing else makes the host wait for those of the layer before."""
+    chosen = Settings(pool="shared", predictor="gate", prefetch_depth=1, speculate_layers="all", prefill_chunk_tokens=3)
+    found = run(trace_of(False, 7), PROFILES[2], SHAPE, chosen, (0, 0, 0))
+    assert found.tokens == 24
