@@ -32,6 +32,10 @@ MEANINGS = {
     503: "shutting down",
     504: "the request's time limit is over",
 }
+CONTENTS: dict[str, dict[str, Any]] = {
+    "text/event-stream": {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]},
+}
+"""Schemas of answers that are no JSON; of a stream, that of each event."""
 ALWAYS = (403, 500, 503)
 WITH_BODY = (408, 413, 415)
 
@@ -52,7 +56,7 @@ def answers(
     for status in sorted({*statuses, *ALWAYS, *(WITH_BODY if posts else ())}):
         found[status] = {"description": MEANINGS[status]}
         if status == 200 and kinds:
-            found[status]["content"] = {kind: {"schema": {"type": "string"}} for kind in kinds}
+            found[status]["content"] = {kind: {"schema": CONTENTS[kind]} for kind in kinds}
         if status != 200:
             found[status]["model"] = ErrorBody
         elif model is not None:
