@@ -264,7 +264,7 @@ def simulate(
     chosen = load_requests(trace, shape, settings, requests)
     foreseen = Oracle(chosen, shape) if oracle else None
     engine = EngineModel(costs, shape, settings, tuple(capacity), timeline, warm, foreseen)
-    engine.run(chosen, sampled=float(trace.meta.sampling.get("temperature", 0.0)) > 0)
+    engine.run(chosen, sampled=trace.meta.sampled)
     return _result(engine, chosen)
 
 

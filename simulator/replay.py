@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from foreload.backend.policy import Brain, SplitCosts, copies, prompt, step
 from foreload.backend.policy.rules import Rules
+from foreload.backend.policy.split import NO_COSTS
 from foreload.backend.policy.state import (
     AHEAD,
     DECODE,
@@ -35,8 +36,6 @@ from foreload.shape import ModelShape
 from foreload.simulator.workload import Request
 
 drop_stale_caches(Path(__file__).parent, Path(copies.__file__).parent)
-
-NO_COSTS = SplitCosts(0, np.zeros(1, np.int64), np.zeros(1, np.int64))
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,11 @@ class TraceMeta(BaseModel):
         return ModelShape.from_fields(self.shape)
 
     @property
+    def sampled(self) -> bool:
+        """Whether tokens were drawn, at a temperature above 0."""
+        return float(self.sampling.get("temperature", 0.0)) > 0
+
+    @property
     def layer_numbers(self) -> tuple[int, ...]:
         """The model's number of each MoE layer, used in column names."""
         return self.model_shape().moe_layers

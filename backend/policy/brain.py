@@ -14,14 +14,12 @@ from numpy.typing import NDArray
 from foreload.backend.policy import copies, prompt, state, step
 from foreload.backend.policy.resize import resized, shed
 from foreload.backend.policy.rules import POOL_SHARED, Rules, rules_of
-from foreload.backend.policy.split import SplitCosts
+from foreload.backend.policy.split import NO_COSTS, SplitCosts
 from foreload.backend.policy.utility import start_boundary
 from foreload.backend.policy.warm import warm_targets
 from foreload.errors import InternalError, SettingsError
 from foreload.settings import Settings, staging_slots
 from foreload.shape import ModelShape
-
-_NO_COSTS = SplitCosts(0, np.zeros(1, np.int64), np.zeros(1, np.int64))
 
 
 class Action(IntEnum):
@@ -97,7 +95,7 @@ class Brain:
         self.check(settings, costs, self._warm is not None)
         self.settings = settings
         self.rules: Rules = rules_of(settings, self.shape, self._oracle)
-        self._costs = costs or _NO_COSTS
+        self._costs = costs or NO_COSTS
 
     @property
     def slots(self) -> int:

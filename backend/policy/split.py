@@ -35,6 +35,10 @@ class SplitCosts(NamedTuple):
     layer_ns: int = 0  # the same with every expert resident
 
 
+NO_COSTS = SplitCosts(0, np.zeros(1, np.int64), np.zeros(1, np.int64))
+"""For rules that weigh nothing."""
+
+
 class Load(NamedTuple):
     """What a split looks at beside the absent experts."""
 

@@ -23,10 +23,9 @@ from foreload.cli.engine_options import (
     SettingsFlag,
     ShadowFlag,
     VramFlag,
+    chosen_settings,
     engine_options,
-    load_settings,
     open_engine,
-    with_draft,
 )
 from foreload.cli.output import JsonFlag, Output
 from foreload.errors import ForeloadError, UsageError
@@ -90,7 +89,7 @@ def serve(
         record_folder=records,
     )
     chosen = engine_options(device, dtype, vram, link, context, calibration, shadow, eager)
-    wanted = with_draft(load_settings(settings), draft, gamma, draft_model)
+    wanted = chosen_settings(settings, None, chosen, draft, gamma, draft_model)
     with listening(options) as bound, open_engine(model, chosen, wanted, profile, output) as engine:
         name = engine.checkpoint.name
 

@@ -266,9 +266,7 @@ def decode(
             _routed(m, r, b, p, layer, fed, steps.attention[at], min(depth, layers - 1 - layer))
             settle(m, r, p)
             _close(m, r, p, rules, split, steps, at, opened)
-            distinct = 0
-            while distinct < steps.counts.shape[2] and steps.counts[at, layer, distinct] > 0:
-                distinct += 1
+            distinct = _distinct(steps, at, layer)
             experts, counts = steps.demand[at, layer, :distinct], steps.counts[at, layer, :distinct]
             action = m.action[layer & 1, :distinct]
             mach.watch(m)
@@ -290,6 +288,15 @@ def decode(
         _finish(m, r, p, rules, split, steps, at, opened)
         step.end_step(p)
         step_ns[at] = m.at[HOST] - begun
+
+
+@uncounted
+def _distinct(steps: Steps, at: int, layer: int) -> int:
+    """How many experts a layer-step demands."""
+    distinct = 0
+    while distinct < steps.counts.shape[2] and steps.counts[at, layer, distinct] > 0:
+        distinct += 1
+    return distinct
 
 
 @uncounted
@@ -354,9 +361,7 @@ def _close(
     if late:
         spend(m, WAKE, r.wake_ns)
         settle(m, r, p)
-    distinct = 0
-    while distinct < steps.counts.shape[2] and steps.counts[at, opened, distinct] > 0:
-        distinct += 1
+    distinct = _distinct(steps, at, opened)
     step.finish(p, rules, opened, steps.demand[at, opened, :distinct], m.action[opened & 1, :distinct], split)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreload.backend.policy import Brain, compile_policies
+from foreload.backend.policy.split import NO_COSTS
 from foreload.backend.policy.state import DECODE, PREFILL, WARM
 from foreload.errors import InternalError, MismatchError
 from foreload.profiler.schema import HardwareProfile
@@ -19,7 +20,6 @@ from foreload.simulator.compiled.host import Steps
 from foreload.simulator.compiled.machine import FAILED, HOST, KINDS, PHASE, ROW, Machine, new_machine
 from foreload.simulator.compiled.tables import blocks, pairs, rates, used
 from foreload.simulator.costs import CostModel, as_costs, split_costs
-from foreload.simulator.replay import NO_COSTS
 from foreload.simulator.result import SimResult, owned, shared_ns, token_parts
 from foreload.simulator.workload import Request, load_requests
 from foreload.traces.schema import Trace
@@ -38,8 +38,7 @@ def simulate(
 ) -> SimResult:
     """What `engine_model.simulate` returns, without a timeline, some fifty times as fast."""
     chosen = load_requests(trace, shape, settings, requests)
-    sampled = float(trace.meta.sampling.get("temperature", 0.0)) > 0
-    return simulate_requests(chosen, as_costs(profile, shape), settings, capacity, warm, sampled)
+    return simulate_requests(chosen, as_costs(profile, shape), settings, capacity, warm, trace.meta.sampled)
 
 
 def simulate_requests(
