@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -40,6 +40,7 @@ from foreload.backend.predict.workshop import Workshop
 from foreload.backend.replay import Replay, ReplayStep
 from foreload.backend.sampling import Sampler, Sampling
 from foreload.backend.speculate.accept import judge
+from foreload.backend.speculate.base import Proposal
 from foreload.backend.speculate.drafts import Drafts
 from foreload.backend.speculate.model import ModelDrafter, draft_bytes, open_draft
 from foreload.backend.turns import Turns
@@ -205,7 +206,8 @@ class Engine:
         width, layers = settings.width(self.shape), settings.speculated(self.shape)
         self.forward.look_ahead.follow(used, settings.prefetch_depth, width, layers)
         self.drafts.follow(settings)
-        self.forward.prepare(range(1, settings.draft.gamma + 2))
+        if self.forward.replay is None:  # a replay gets ready for the steps it has
+            self.forward.prepare(range(1, settings.draft.gamma + 2))
 
     def predictor(self, name: str, rolled: bool = False) -> Predictor:
         """A predictor of this model; SettingsError if it needs a calibration and there is none."""
@@ -325,44 +327,56 @@ class Engine:
         """Run the decode steps of a recorded request again, at most `most`; the recording says what they route.
 
         The prompt is fed first, routed by the model itself; with `context` it is not, and steps begin at that position
-        over whatever keys and values are there. The first `skip` steps are left out. SettingsError names what the
-        recording does not hold, UsageError what does not fit into the context.
+        over whatever keys and values are there. The first `skip` steps are left out; the request is then taken to go
+        on. Drafts are made, of the recorded text, and verified windows judged, and then forgotten. SettingsError names
+        what the recording does not hold, UsageError what does not fit into the context.
         """
         recorded.check(self.settings)
         steps = recorded.steps(request)[skip:][:most]
         prompt = recorded.prompt(request) if context is None else []
-        position = len(prompt) or context or 0
+        position = len(prompt) if context is None else context
         needed = position + sum(step.emitted for step in steps) + self.settings.draft.gamma
         if needed > self.options.context_tokens:
             raise UsageError(f"replay: {needed} positions do not fit in the context of {self.options.context_tokens}")
         with self._request, torch.inference_mode(), self.forward.watched(None):
             self.place_helpers()
-            before, text, done = self.brain.counters.copy(), list(prompt), list[DecodeStep]()
-            sampler, start = Sampler(Sampling()), time.perf_counter_ns()
+            before, done = self.brain.counters.copy(), list[DecodeStep]()
+            text, start = recorded.text(request, skip, position), time.perf_counter_ns()
             if prompt:
                 self._prefill(prompt, Follower())
+            else:
+                self._start_request(text, skip == 0)
             ttft_ns = time.perf_counter_ns() - start
-            self.forward.follow(recorded)
-            try:
+            with self.replaying(recorded):
+                self.forward.prepare(sorted({len(step.token_ids) for step in steps}))
                 for step in steps:
                     start = time.perf_counter_ns()
-                    self._replay_step(recorded, step, text, position, sampler)
+                    self._replay_step(recorded, step, text, position)
                     done.append(DecodeStep(time.perf_counter_ns() - start, len(step.token_ids) - 1, step.emitted))
-                    text += step.token_ids[: step.emitted]
                     position += step.emitted
-            finally:
-                self.forward.follow(None)
-            return Generation(len(prompt), text[len(prompt) :], ttft_ns, done, self.brain.counters - before)
+            tokens = [token for step in steps for token in step.token_ids[: step.emitted]]
+            return Generation(len(prompt), tokens, ttft_ns, done, self.brain.counters - before)
 
-    def _replay_step(
-        self, recorded: Replay, step: ReplayStep, text: list[int], position: int, sampler: Sampler
-    ) -> None:
-        """One recorded step; what is drafted and drawn costs its time and is forgotten."""
+    @contextmanager
+    def replaying(self, recorded: Replay) -> Iterator[None]:
+        """While the block runs, decode steps are those of a recording: settings applied get ready for them alone."""
+        before = self.forward.replay
+        self.forward.follow(recorded)
+        try:
+            yield
+        finally:
+            self.forward.follow(before)
+
+    def _replay_step(self, recorded: Replay, step: ReplayStep, text: list[int], position: int) -> None:
+        """One recorded step after `text`, which grows by it."""
         with self._turns.turn():
-            if self.drafts.on and text:
-                self.drafts.propose(text, len(step.token_ids) - 1, sampler)
+            sampler, drafted = Sampler(Sampling()), len(step.token_ids) - 1
+            text.append(step.token_ids[0])
+            self.drafts.propose(text, max(1, drafted), sampler)
             recorded.row = step.row
-            sampler.draw(self.forward.decode(step.token_ids, position)[-1])
+            logits = self.forward.decode(step.token_ids, position)
+            judge(sampler, logits, Proposal(step.token_ids[1:]))
+            text += step.token_ids[1 : step.emitted]
 
     def _step(
         self, text: list[int], most: int, sampler: Sampler, follower: Follower, stop_ids: frozenset[int]
@@ -420,11 +434,7 @@ class Engine:
 
     def _prefill(self, prompt_ids: list[int], follower: Follower) -> torch.Tensor:
         """Logits [vocab] after the prompt, fed in chunks of `prefill_chunk_tokens`; others may act between two."""
-        with self._turns.turn():
-            with self.copies.lock:
-                self.brain.start_request()
-                self.copies.settle()
-            self.drafts.start(prompt_ids)
+        self._start_request(prompt_ids)
         logits, at = torch.empty(0), 0
         while at < len(prompt_ids):
             with self._turns.turn():
@@ -434,6 +444,15 @@ class Engine:
             follower.fed(len(chunk))
             at += len(chunk)
         return logits
+
+    def _start_request(self, text: list[int], first: bool = True) -> None:
+        """Nothing of the last request stays queued or in flight (unless this goes on with it); drafts begin anew."""
+        with self._turns.turn():
+            if first:
+                with self.copies.lock:
+                    self.brain.start_request()
+                    self.copies.settle()
+            self.drafts.start(text)
 
     def describe_memory(self) -> str:
         """Where the bytes are, on one line."""

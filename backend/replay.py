@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foreload.errors import MismatchError, SettingsError, UsageError
+from foreload.errors import SettingsError, UsageError
 from foreload.settings import Settings
 from foreload.shape import ModelShape
+from foreload.traces.remodel import of_shape
 from foreload.traces.schema import DRAFT_VERIFY, PREFILL, Trace
 
 if TYPE_CHECKING:
@@ -36,14 +37,7 @@ class Replay:
 
     def __init__(self, trace: Trace, shape: ModelShape, device: torch.device) -> None:
         """MismatchError if the recording is of other layers, experts or top-k than `shape`."""
-        meta = trace.meta
-        recorded, wanted = (meta.moe_layers, meta.experts, meta.top_k), (shape.n_moe_layers, shape.experts, shape.top_k)
-        if recorded != wanted:
-            raise MismatchError(
-                "trace: has {} MoE layers of {} experts, top-{}".format(*recorded)
-                + "; the model has {} of {}, top-{}".format(*wanted)
-            )
-        self.trace, self._shape, self._device = trace, shape, device
+        self.trace, self._shape, self._device = of_shape(trace, shape), shape, device
         self.ids = torch.from_numpy(np.ascontiguousarray(trace.experts)).to(device)
         uniform = np.full(trace.experts.shape, 1 / shape.top_k, np.float32)
         weights = uniform if trace.weights is None else trace.weights.astype(np.float32)
@@ -55,16 +49,20 @@ class Replay:
     def check(self, settings: Settings) -> None:
         """SettingsError names what the settings use and the recording does not hold."""
         drafted = bool((self.trace.phase == DRAFT_VERIFY).any())
-        sampling = self.trace.meta.sampling
+        meta, sampling = self.trace.meta, self.trace.meta.sampling
         kind, gamma = (sampling.get("draft", "?"), sampling.get("gamma", 0)) if drafted else ("none", 0)
         if (settings.draft.kind, settings.draft.gamma) != (kind, gamma):
             raise SettingsError(
                 f"draft {settings.draft.kind!r} with gamma {settings.draft.gamma}: the recording holds "
                 f"{kind!r} with gamma {gamma}"
             )
-        if settings.speculate_layers:
+        layers = settings.speculated(self._shape)
+        if (layers, settings.predictor if layers else "") != (meta.speculated, meta.speculated_by):
+            held = (
+                f"what {meta.speculated_by} did at {len(meta.speculated)} layers" if meta.speculated else "gates only"
+            )
             raise SettingsError(
-                "speculate_layers: a recording holds what the gates said, not what predictions would do"
+                f"speculate_layers: {len(layers)} layers by {settings.predictor!r}: the recording holds {held}"
             )
         for depth in range(1, settings.prefetch_depth + 1):
             self._column(settings.prediction(depth), depth, settings.width(self._shape))
@@ -102,6 +100,14 @@ class Replay:
         if not found:
             raise UsageError(f"trace: request {request} has no decode steps to replay")
         return found
+
+    def text(self, request: int, skip: int, tokens: int) -> list[int]:
+        """The last `tokens` tokens before step `skip`, for a drafter; what was not recorded repeats what was."""
+        known = self.prompt(request)
+        for step in self.steps(request)[:skip]:
+            known += step.token_ids[: step.emitted]
+        known = known or [0]
+        return (known * -(-tokens // len(known)))[-tokens:] if tokens else []
 
     # What the forward puts in place
 

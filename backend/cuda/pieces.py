@@ -131,8 +131,7 @@ class Pieces:
         m, ops, shape, layer = self.m, self._ops, self.shape, self._decoder.layers[at]
         ops.norm_linear(m.r, layer.moe_norm, layer.gate, layer.gate_bias, m.scores, m.h, shape.norm_eps)
         # What the host must be told last waits for what comes after the gate.
-        replay = self.behaviour.replay
-        late = replay is not None or self.behaviour.cpu
+        late = self.behaviour.replay is not None or self.behaviour.cpu
         words = self.host.words[at, : self.items]
         if shape.scoring == "sigmoid_topk" or shape.groups > 1:
             ids, weights = route(m.scores, layer.correction, shape)
@@ -144,8 +143,7 @@ class Pieces:
             ops.top_k(m.scores, m.ids, m.weights, normalise, m.current, None if late else words)
             if shape.routed_scale != 1:
                 m.weights.mul_(shape.routed_scale)
-        if replay is not None:
-            ops.replay_routes(m.current, (replay.ids, replay.weights), at, m.ids, m.weights)
+        self._replayed(at)
         if late:
             self._tell(at)
 
@@ -155,7 +153,13 @@ class Pieces:
         m.h.copy_(self._norm(m.r, self._decoder.layers[at].moe_norm))
         m.ids.copy_(m.guess_ids)
         m.weights.copy_(m.guess_weights)
+        self._replayed(at)
         self._tell(at)
+
+    def _replayed(self, at: int) -> None:
+        replay = self.behaviour.replay
+        if replay is not None:
+            self._ops.replay_routes(self.m.current, (replay.ids, replay.weights), at, self.m.ids, self.m.weights)
 
     def _tell(self, at: int) -> None:
         m = self.m

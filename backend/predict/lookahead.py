@@ -58,6 +58,8 @@ class LookAhead:
         if at + 1 not in self.speculated:
             return prefetches, None
         chosen, shares = self.predictor.gates.choose(at + 1, found[0][0])
+        if self.replay is not None:
+            chosen, shares = self.replay.route(at + 1, len(chosen))
         return prefetches, Guess(chosen, shares, chosen.cpu().numpy())
 
     def record(self, at: int, r: Tensor, ids: Tensor, weights: Tensor, log: RouteLog) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,11 @@ from foreload.backend.recorder import Prompt, record
 from foreload.backend.replay import Replay
 from foreload.cli import main
 from foreload.errors import MismatchError, SettingsError, UsageError
+from foreload.profiler.schema import HardwareProfile, Measurement
 from foreload.settings import Settings
+from foreload.simulator import simulate, split_costs
 from foreload.traces.io import read_trace
+from foreload.traces.remodel import executing, with_windows
 from foreload.traces.schema import Trace
 
 MakeEngine = Callable[..., Engine]
@@ -124,9 +127,94 @@ def test_what_is_not_recorded_is_refused(make_engine: MakeEngine, tmp_path: Path
         engine.replay(replay, 0, context=CONTEXT - 2)
     with pytest.raises(UsageError, match="request 9 has no decode steps"):
         engine.replay(replay, 9)
+    engine.apply(Settings(cache_ratio=0.5))
+    with pytest.raises(SettingsError, match=r"0 layers by 'none': the recording holds what gate did at 2 layers"):
+        engine.replay(replayed(engine, executing(trace, "gate", (1, 2))), 0)
     other = replace(trace, meta=trace.meta.model_copy(update={"experts": 16}))
     with pytest.raises(MismatchError, match="16 experts"):
         replayed(engine, other)
+
+
+CHOICES: dict[str, dict[str, Any]] = {
+    "nothing_kept": {"cache_ratio": 0.0},
+    "half": {"cache_ratio": 0.5},
+    "lfu": {"cache_ratio": 0.25, "eviction": "lfu", "pool": "shared"},
+    "cpu": {"cache_ratio": 0.25, "miss_action": "cpu"},
+    "utility": {"cache_ratio": 0.5, "eviction": "utility", "pool": "shared", "miss_action": "split"},
+}
+SAME = [Counter.HITS, Counter.LATE, Counter.MISSES, Counter.FETCHED, Counter.ON_CPU]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("windows", ["plain", "recorded", "made up"])
+def test_counters_are_the_simulators(
+    make_engine: MakeEngine, make_profile: Callable[..., HardwareProfile], tmp_path: Path, windows: str
+) -> None:
+    """Replayed without a prompt, in two parts, the engine counts per layer what the simulator counts."""
+    engine = make_engine()
+    shape, size = engine.shape, engine.expert_bytes
+    trace = recorded(engine, tmp_path / "t.parquet", {"kind": "ngram", "gamma": 2} if windows == "recorded" else None)
+    trace = trace.select([0]).take(np.flatnonzero((trace.request == 0) & (trace.phase != 0)))
+    if windows == "made up":
+        trace = with_windows(trace, "ngram", 2, [0.6], seed=3)
+    base = make_profile(shape=asdict(shape), shape_hash=shape.hash, expert_bytes=size)
+    copy = Measurement(probe="copy", at={"bytes": size, "pinned": 0}, p50_us=100, p95_us=100, repeats=1)
+    profile = HardwareProfile(meta=base.meta, measurements=(*(m for m in base.measurements if m.probe != "copy"), copy))
+    engine._costs = lambda wanted: split_costs(profile, shape, wanted)
+    draft = {} if windows == "plain" else {"draft": {"kind": "ngram", "gamma": 2}}
+    for name, fields in CHOICES.items():
+        settings = Settings.parse({**fields, **draft})
+        engine.apply(settings)
+        engine.reset_cache()
+        before = engine.brain.counters.copy()
+        parts = [engine.replay(replayed(engine, trace), 0, most, 5, skip) for most, skip in ((2, 0), (None, 2))]
+        simulated = simulate(trace, profile, shape, settings, engine.capacity)
+        counted = (engine.brain.counters - before)[DECODE][:, SAME]
+        assert np.array_equal(counted, simulated.counters[DECODE][:, SAME]), name
+        assert counted.sum() > 0
+        assert sum(part.decode_tokens for part in parts) == simulated.tokens
+        assert sum(len(part.steps) for part in parts) == simulated.steps
+
+
+@pytest.mark.integration
+def test_drafts_of_the_recorded_text_are_made(make_engine: MakeEngine, tmp_path: Path) -> None:
+    """Every verify step drafts after the text up to its first token, also when the context is longer than the text."""
+    engine = make_engine()
+    trace = recorded(engine, tmp_path / "t.parquet", {"kind": "ngram", "gamma": 2})
+    replay, seen = replayed(engine, trace), list[tuple[int, ...]]()
+    propose = engine.drafts.propose
+
+    def watch(text: list[int], most: int, sampler: Any) -> Any:
+        seen.append((len(text), *text[-2:], most))
+        return propose(text, most, sampler)
+
+    engine.drafts.propose = watch  # type: ignore[method-assign]
+    engine.replay(replay, 0, context=50)
+    position, text = 50, replay.prompt(0)
+    for step, got in zip(replay.steps(0), seen, strict=True):
+        text.append(step.token_ids[0])
+        assert got == (position + 1, *text[-2:], max(1, len(step.token_ids) - 1))
+        text += step.token_ids[1 : step.emitted]
+        position += step.emitted
+
+
+@pytest.mark.integration
+def test_executed_predictions_are_replayed(make_engine: MakeEngine, tmp_path: Path) -> None:
+    """What the recording says was executed at speculated layers is demanded there, not what the model predicts now."""
+    engine = make_engine()
+    trace = executing(recorded(engine, tmp_path / "t.parquet"), "gate", (1, 2))
+    engine.apply(SETTINGS.changed(cache_ratio=0.0, speculate_layers="all"))
+    demanded: list[list[int]] = []
+    begin = engine.brain.begin
+
+    def watch(layer: int, experts: Any, counts: Any) -> Any:
+        demanded.append(sorted(experts.tolist()))
+        return begin(layer, experts, counts)
+
+    engine.brain.begin = watch  # type: ignore[method-assign]
+    engine.replay(replayed(engine, trace), 0, most=4, context=5)
+    rows = [step.row for step in replayed(engine, trace).steps(0)[:4]]
+    assert demanded == [sorted(trace.experts[row, layer].tolist()) for row in rows for layer in range(3)]
 
 
 @pytest.mark.integration

@@ -29,6 +29,7 @@ from foreload.backend.recorder import Prompt, record
 from foreload.backend.replay import Replay
 from foreload.settings import Settings
 from foreload.traces.io import read_trace
+from foreload.traces.remodel import executing, with_windows
 
 PROMPT = [3, 14, 15, 9, 26, 53, 58, 9, 7, 9, 32, 38, 46]
 TOKENS = 8
@@ -212,6 +213,33 @@ def test_replay(make_engine: MakeEngine, fast: MakeEngine, tmp_path: Path, ratio
     quick.apply(settings.changed(predictor="gate", prefetch_depth=1))
     quick.replay(Replay(turned, quick.shape, quick.device), 0, context=5)
     assert quick.brain.counters[DECODE, :, Counter.PREFETCHED].sum() > 0
+
+
+@pytest.mark.integration
+def test_replay_of_windows_and_of_executed_predictions(
+    make_engine: MakeEngine, fast: MakeEngine, tmp_path: Path
+) -> None:
+    """Both paths demand the same of verify windows, and of layers that execute what was recorded as predicted."""
+    base = Settings(cache_ratio=0.0)
+    plain, quick = make_engine(base), fast(base)
+    record(plain, [Prompt("", "w3 w14 w15 w9")], tmp_path / "t.parquet", max_tokens=12, depth=1, stop=False)
+    trace = read_trace(tmp_path / "t.parquet")
+    turned = replace(trace, predictions={key: (block + 3) % 8 for key, block in trace.predictions.items()})
+    cases = (
+        (with_windows(trace, "ngram", 2, [0.7]), base.changed(draft={"kind": "ngram", "gamma": 2})),
+        (executing(turned, "gate", (1, 2)), base.changed(predictor="gate", prefetch_depth=1, speculate_layers="all")),
+    )
+    for recording, settings in cases:
+        found = []
+        for engine in (plain, quick):
+            with engine.replaying(Replay(recording, engine.shape, engine.device)):
+                engine.apply(settings)
+            before = engine.brain.counters.copy()
+            engine.replay(Replay(recording, engine.shape, engine.device), 0, context=5)
+            counted = (engine.brain.counters - before)[DECODE]
+            found.append(counted[:, [Counter.HITS, Counter.LATE, Counter.MISSES]].sum(axis=1))
+        assert (found[0] == found[1]).all()
+        assert found[0].all()
 
 
 @pytest.mark.integration
