@@ -64,7 +64,7 @@ class EngineOptions:
     dtype: str | None = None  # float32 or bfloat16; None: float32 on cpu, bfloat16 on cuda
     context_tokens: int = 2048
     vram_bytes: int | None = None
-    link_bytes_per_s: int | None = None  # device=cpu: emulated link rate; None: as fast as memory
+    link_bytes_per_s: int | None = None  # emulated link rate, at most the real one's; None: as fast as it is
     calibration: Path | None = None  # folder of `foreload calibrate`; None: the model folder's own, if it has one
     shadow: bool = False  # run the gates of speculated layers too, to count their true recall
     eager: bool = False  # on cuda: launch every operator, not graphs
@@ -73,8 +73,8 @@ class EngineOptions:
     def __post_init__(self) -> None:
         if self.device == "cuda" and not torch.cuda.is_available():
             raise UsageError("device 'cuda' is not available: no CUDA GPU is visible to torch; use 'cpu'")
-        if self.device == "cuda" and self.link_bytes_per_s is not None:
-            raise UsageError("an emulated link goes with device 'cpu': on 'cuda' the real link is used")
+        if self.link_bytes_per_s is not None and self.link_bytes_per_s < 1:
+            raise UsageError(f"link_bytes_per_s {self.link_bytes_per_s} must be at least 1")
         if self.resolved_dtype not in ("float32", "bfloat16"):
             raise UsageError(f"dtype {self.dtype!r} is not known: float32 or bfloat16")
         if self.context_tokens < 1:
@@ -150,6 +150,7 @@ class Engine:
         self.slab = HostSlab(checkpoint, dtype, pinned, progress, self.formats)  # last: it takes the longest
         check_placement(checkpoint, self.slab, self.pool, decoder, self.device)
         self.cpu = make_cpu_experts(self.slab, self._workers(settings))
+        self.link_bytes_per_s = options.link_bytes_per_s
         self.copies, self.forward, self.path = self._open_forward(decoder)
         if options.shadow:
             self.forward.shadow = Shadow(self.shape.n_moe_layers)
@@ -179,8 +180,12 @@ class Engine:
             why = "asked for" if self.options.eager else missing(self.slab.layouts, self.shape) or ""
             if not why:
                 fast = open_fast(decoder, self.brain, self.slab, self.pool, self.cpu, self.options.debug_seed)
+                self._throttle = fast[1].throttle
+                if self.link_bytes_per_s is not None:
+                    self._throttle(self.link_bytes_per_s)
                 return *fast, "graphs"
         link = self.make_link()
+        self._throttle = link.throttle
         copies = CopyThread(self.brain, self.slab, self.pool, link)
         poison = self.options.debug_seed is not None
         forward = Forward(decoder, self.slab, self.pool, link, copies, self.cpu, poison)
@@ -191,8 +196,14 @@ class Engine:
         seed = self.options.debug_seed
         delay = None if seed is None else Random(seed)
         if self.options.device == "cuda":
-            return CudaLink(self.device, delay)
-        return HostLink(self.options.link_bytes_per_s, delay)
+            return CudaLink(self.device, delay, self.link_bytes_per_s)
+        return HostLink(self.link_bytes_per_s, delay)
+
+    def throttle(self, link_bytes_per_s: int | None) -> None:
+        """Emulate a link of this rate, at most the real one's, from the next copy on; None: the real one."""
+        with self._turns.guest():
+            self._throttle(link_bytes_per_s)
+            self.link_bytes_per_s = link_bytes_per_s
 
     def _split_costs(self, settings: Settings) -> SplitCosts | None:
         needed = settings.needs_costs is not None and self._costs is not None

@@ -110,7 +110,7 @@ def _meta(engine: Engine, mode: Mode, noise: list[float]) -> ProfileMeta:
         expert_format=engine.formats[0],
         cpu_experts=describe(),
         mode=mode,
-        emulated_link_bytes_per_s=engine.options.link_bytes_per_s,
+        emulated_link_bytes_per_s=engine.link_bytes_per_s,
         draft_model=engine.drafts.name,
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         software=software(),

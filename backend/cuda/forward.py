@@ -19,6 +19,8 @@ from foreload.backend.cuda.kernels.ops import TAG, Ops
 from foreload.backend.cuda.pieces import Behaviour, Pieces
 from foreload.backend.cuda.plan import write_plan
 from foreload.backend.cuda.programs import Capture, Program, make_program, make_waves
+from foreload.backend.cuda.throttle import CapturedStopwatch
+from foreload.backend.experts.link import transfer_ns
 from foreload.backend.forward import Forward
 from foreload.backend.observe import RouteLog
 from foreload.backend.policy.state import KEPT
@@ -58,6 +60,7 @@ class FastForward(Forward):
         self._programs: dict[tuple[int, Behaviour], Program] = {}
         self._waves: tuple[int, ...] = ()
         self._resident_at: NDArray[np.int32] | None = None  # slots that the device's table of addresses shows
+        self._stopwatch: CapturedStopwatch | None = None
 
     # Graphs
 
@@ -136,6 +139,17 @@ class FastForward(Forward):
                 ended.synchronize()
                 found[name].append(begun.elapsed_time(ended) * 1e3)
         return {name: float(np.median(times)) for name, times in found.items()}
+
+    def throttle(self, bytes_per_second: int | None) -> None:
+        """See `Link.throttle`."""
+        watch = self._stopwatch
+        if bytes_per_second is not None:
+            watch = watch or CapturedStopwatch(self._parts.ops, self.decoder.device, self._parts.capture)
+            watch.last(transfer_ns(self._parts.layout.block_bytes, bytes_per_second))
+            self._stopwatch = watch
+        wanted = (None, None) if watch is None or bytes_per_second is None else (watch.before, watch.after)
+        with self._copies.lock:
+            self._issuer.throttle(*wanted)
 
     # Decode
 

@@ -61,6 +61,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "fc_bind": (ctypes.c_int, [ctypes.c_void_p, ctypes.POINTER(CBrain), ctypes.POINTER(CMemory)]),
     "fc_phase": (None, [ctypes.c_void_p, ctypes.c_int64]),
     "fc_delays": (None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64]),
+    "fc_throttle": (None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]),
     "fc_record_spans": (ctypes.c_int64, [ctypes.c_void_p, ctypes.c_int64]),
     "fc_spans": (ctypes.c_int64, [ctypes.c_void_p, ctypes.POINTER(ctypes.POINTER(ctypes.c_int64))]),
     "fc_settle": (ctypes.c_int, [ctypes.c_void_p]),
@@ -161,6 +162,10 @@ class Issuer:
         """Launch one of these graphs, chosen at random, before every copy (lock held)."""
         self._delays = (ctypes.c_void_p * len(graphs))(*graphs)
         self._library.fc_delays(self._link, ctypes.addressof(self._delays), len(graphs), seed)
+
+    def throttle(self, before: int | None, after: int | None) -> None:
+        """Launch these graphs around every copy from now on, in its stream; None: nothing (lock held)."""
+        self._library.fc_throttle(self._link, before, after)
 
     def record_spans(self, most: int) -> None:
         """Keep when copies were issued and seen to have landed, at most so many; 0 stops (lock held)."""

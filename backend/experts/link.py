@@ -6,9 +6,18 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from random import Random
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from foreload.backend.cuda.throttle import Stopwatch
+
+
+def transfer_ns(size_bytes: int, bytes_per_second: int) -> int:
+    """Nanoseconds that so many bytes take at a rate."""
+    return size_bytes * 10**9 // bytes_per_second
 
 
 class Order:
@@ -42,6 +51,10 @@ class Link(Order, ABC):
         """Keys whose copies have arrived since the last call, in order."""
 
     @abstractmethod
+    def throttle(self, bytes_per_second: int | None) -> None:
+        """Make copies issued from now on take as long as over a link of this rate; None: as long as they take."""
+
+    @abstractmethod
     def pause_s(self) -> float:
         """How long the copy thread may sleep before the oldest copy in flight can land."""
 
@@ -69,11 +82,15 @@ class HostLink(Link):
         """Copy at once; the block counts as landed when the emulated transfer is over."""
         now = time.perf_counter_ns()
         target.copy_(source)
-        duration = source.numel() * source.element_size() * 10**9 // self._rate if self._rate else 0
+        duration = transfer_ns(source.numel() * source.element_size(), self._rate) if self._rate else 0
         if self._delay is not None:
             duration += self._delay.randrange(2_000_000)
         self._free_at_ns = max(now, self._free_at_ns) + duration
         self._flying.append((key, self._free_at_ns))
+
+    def throttle(self, bytes_per_second: int | None) -> None:
+        """See `Link`."""
+        self._rate = bytes_per_second
 
     def landed(self) -> list[int]:
         """Keys whose transfer time is over."""
@@ -98,9 +115,13 @@ class CudaLink(Link):
     asynchronous = True
     POLL_S = 20e-6
 
-    def __init__(self, device: torch.device, delay: Random | None = None) -> None:
+    def __init__(self, device: torch.device, delay: Random | None = None, bytes_per_second: int | None = None) -> None:
+        """`bytes_per_second`: as for `throttle`; UsageError where Triton, which that takes, is not installed."""
         self._stream = torch.cuda.Stream(device)
-        self._delay = delay
+        self._device, self._delay = device, delay
+        self._watch: Stopwatch | None = None
+        self._rate: int | None = None
+        self.throttle(bytes_per_second)
         self._copied: dict[int, torch.cuda.Event] = {}
         self._used: dict[int, torch.cuda.Event] = {}
         self._flying: deque[tuple[int, torch.cuda.Event]] = deque()
@@ -113,10 +134,23 @@ class CudaLink(Link):
                 self._stream.wait_event(used)
             if self._delay is not None:
                 torch.cuda._sleep(self._delay.randrange(1, 1_000_000))
+            watch, rate = self._watch, self._rate
+            if watch is not None and rate is not None:
+                watch.start()
             target.copy_(source, non_blocking=True)
+            if watch is not None and rate is not None:
+                watch.stop(transfer_ns(source.numel() * source.element_size(), rate))
             event = self._copied.setdefault(slot, torch.cuda.Event())
             event.record(self._stream)
         self._flying.append((key, event))
+
+    def throttle(self, bytes_per_second: int | None) -> None:
+        """See `Link`."""
+        if bytes_per_second is not None and self._watch is None:
+            from foreload.backend.cuda.throttle import Stopwatch, triton_ops
+
+            self._watch = Stopwatch(triton_ops(), self._device)
+        self._rate = bytes_per_second
 
     def landed(self) -> list[int]:
         """Keys whose event has fired."""

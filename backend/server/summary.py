@@ -36,7 +36,7 @@ def stats(context: Context) -> StatsView:
         model=context.model,
         device=engine.options.device,
         dtype=engine.dtype_name,
-        emulated_link_bytes_per_s=engine.options.link_bytes_per_s,
+        emulated_link_bytes_per_s=engine.link_bytes_per_s,
         settings=engine.settings.describe(),
         memory=engine.describe_memory(),
         uptime_s=time.monotonic() - seen.started,

@@ -32,7 +32,8 @@ VramFlag = Annotated[
     str | None, typer.Option("--vram", metavar="SIZE", help="Device memory to use, like 8GiB. Default: what is free.")
 ]
 LinkFlag = Annotated[
-    str | None, typer.Option("--link", metavar="RATE", help="On cpu: emulate a link of this rate, like 100MB/s.")
+    str | None,
+    typer.Option("--link", metavar="RATE", help="Emulate a link of this rate, like 100MB/s, at most the real one's."),
 ]
 ContextFlag = Annotated[int, typer.Option("--context", metavar="TOKENS", help="Longest prompt and answer together.")]
 EagerFlag = Annotated[

@@ -202,10 +202,26 @@ def test_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.unit
-def test_emulated_link_goes_with_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(UsageError, match="an emulated link goes with device 'cpu'"):
-        EngineOptions(device="cuda", link_bytes_per_s=10**9)
+def test_a_link_without_a_rate_is_refused() -> None:
+    with pytest.raises(UsageError, match="link_bytes_per_s 0 must be at least 1"):
+        EngineOptions(link_bytes_per_s=0)
+
+
+@pytest.mark.integration
+def test_throttle_slows_copies_and_changes_no_text(make_engine: MakeEngine) -> None:
+    """Every copy takes at least what the rate says, from the next one on; without a rate nothing is held back."""
+    engine = make_engine(Settings(cache_ratio=0.0))
+    text = engine.generate(PROMPT, 4, stop=False).token_ids
+    engine.throttle(engine.expert_bytes * 2000)
+    engine.copies.spans = []
+    assert engine.generate(PROMPT, 4, stop=False).token_ids == text
+    spans, engine.copies.spans = engine.copies.spans, None
+    assert len(spans) > 10
+    assert all(span.landed_ns - span.issued_ns >= 500_000 for span in spans)
+    assert engine.link_bytes_per_s == engine.expert_bytes * 2000
+    engine.throttle(None)
+    assert engine.generate(PROMPT, 4, stop=False).token_ids == text
+    assert engine.link_bytes_per_s is None
 
 
 @pytest.mark.integration

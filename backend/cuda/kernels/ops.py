@@ -171,6 +171,14 @@ class Ops(ABC):
     ) -> None:
         """x = r + weighted outputs in rank order, in fp32; an item that is `on_host` is read from `host_out`."""
 
+    @abstractmethod
+    def stamp(self, begun: Tensor) -> None:
+        """begun int64 [1] = the time now, in nanoseconds of a clock of the device."""
+
+    @abstractmethod
+    def hold(self, begun: Tensor, least: Tensor) -> None:
+        """Keep the stream busy until `least` int64 [1] nanoseconds have passed since `begun`."""
+
 
 def check_layout(layout: BlockLayout) -> None:
     """UsageError for a block the kernels cannot read."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -193,6 +194,13 @@ class TorchOps(Ops):
                 found = torch.where(on_host[items, None] != 0, host_out[items].float(), found)
             total += weights[:, rank, None] * found
         x.copy_(r.float() + total)
+
+    def stamp(self, begun: Tensor) -> None:  # noqa: D102
+        begun[0] = time.perf_counter_ns()
+
+    def hold(self, begun: Tensor, least: Tensor) -> None:  # noqa: D102
+        while time.perf_counter_ns() < int(begun) + int(least):
+            time.sleep(1e-5)
 
 
 def _rows(x: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:

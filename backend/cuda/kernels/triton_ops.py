@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from foreload.backend.cuda.kernels import attention, dense, experts, route
+from foreload.backend.cuda.kernels import attention, dense, experts, hold, route
 from foreload.backend.cuda.kernels.layout import ENTRY, BlockLayout
 from foreload.backend.cuda.kernels.ops import (
     AttentionScratch,
@@ -316,3 +316,9 @@ class TritonOps(Ops):
             HOST=there,
             **BUILD,
         )
+
+    def stamp(self, begun: Tensor) -> None:  # noqa: D102
+        hold.stamp[(1,)](begun, num_warps=1)
+
+    def hold(self, begun: Tensor, least: Tensor) -> None:  # noqa: D102
+        hold.hold[(1,)](begun, least, num_warps=1)

@@ -43,6 +43,7 @@ struct fc_link {
     int mark;
     void *const *delays;
     int n_delays;
+    void *before, *after; /* what slows every copy, if anything */
     uint64_t random;
     int64_t *spans;
     int64_t n_spans, max_spans;
@@ -102,8 +103,10 @@ static void issue(fc_link *link, int64_t key) {
         link->random = link->random * 6364136223846793005ULL + 1442695040888963407ULL;
         failed(link, link->rt.graph_launch(link->delays[(link->random >> 33) % link->n_delays], link->copies));
     }
+    if (link->before) failed(link, link->rt.graph_launch(link->before, link->copies));
     failed(link, link->rt.memcpy_async((void *)link->memory.targets[slot], (const void *)link->memory.sources[key],
                                        link->memory.bytes[layer], HOST_TO_DEVICE, link->copies));
+    if (link->after) failed(link, link->rt.graph_launch(link->after, link->copies));
     failed(link, link->rt.event_record(f->event, link->copies));
     link->order[slot] = ++link->issued;
     link->count++;
@@ -221,6 +224,11 @@ void fc_delays(fc_link *link, void *const *graphs, int n, uint64_t seed) {
     link->delays = graphs;
     link->n_delays = n;
     link->random = seed;
+}
+
+void fc_throttle(fc_link *link, void *before, void *after) {
+    link->before = before;
+    link->after = after;
 }
 
 int64_t fc_record_spans(fc_link *link, int64_t most) {

@@ -77,6 +77,7 @@ FC_API int fc_unlock(fc_link *link, int kicked); /* kicked: first issue what may
 FC_API int fc_bind(fc_link *link, const fc_brain *brain, const fc_memory *memory);
 FC_API void fc_phase(fc_link *link, int64_t phase);
 FC_API void fc_delays(fc_link *link, void *const *graphs, int n, uint64_t seed); /* one of them before every copy */
+FC_API void fc_throttle(fc_link *link, void *before, void *after); /* graphs around every copy; NULL: none */
 FC_API int64_t fc_record_spans(fc_link *link, int64_t most);                     /* 0: no more; forgets the old */
 FC_API int64_t fc_spans(const fc_link *link, const int64_t **spans); /* [n, 4]: key, purpose, issued, landed (ns) */
 FC_API int fc_settle(fc_link *link); /* waits until nothing is in flight */

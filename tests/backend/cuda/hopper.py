@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from foreload.backend.cuda.kernels import attention, dense, experts, route
+from foreload.backend.cuda.kernels import attention, dense, experts, hold, route
 
 WORDS = re.compile(r"(?:ld|st)\.global\.\S*|fence\.acq_rel\.sys|mma\.sync|mma_async")
 FOUND: dict[str, dict[str, int]] = {}
@@ -67,6 +67,8 @@ build("publish", route.publish, "ilbib", ELEMENTS=2048, **told)
 build("publish ids", route.publish, "illii", ELEMENTS=0, **told)
 build("plan_resident", route.plan_resident, "llll", LAYER=3, EXPERTS=128, N_ITEMS=72, ITEMS_UP=128, ENTRY=4)
 build("combine", experts.combine, "bffflb", K=8, HIDDEN=2048, COLS=1024, HOST=True)
+build("stamp", hold.stamp, "l", 1)
+build("hold", hold.hold, "ll", 1)
 SIZE = 2880  # gpt-oss: no power of two
 for format_, halves in (("bfloat16", 4), ("float32", 8), ("fp8", 2), ("int8", 2), ("mxfp4", 1)):
     row, packed = SIZE * halves // 2, halves <= 2

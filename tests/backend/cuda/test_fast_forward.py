@@ -243,6 +243,24 @@ def test_replay_of_windows_and_of_executed_predictions(
 
 
 @pytest.mark.integration
+def test_throttled_link(fast: MakeEngine) -> None:
+    """Copies take at least what the rate says, from issue to arrival; the text stays."""
+    engine = fast(Settings(cache_ratio=0.0))
+    tokens, logits = decoded(engine)
+    engine.forward.throttle(engine.expert_bytes * 2000)
+    engine.copies.spans = []
+    found, slowed = decoded(engine)
+    spans = engine.copies.spans
+    engine.copies.spans = None
+    assert found == tokens
+    assert all(torch.equal(one, other) for one, other in zip(slowed, logits, strict=True))
+    assert len(spans) > 10
+    assert all(span.landed_ns - span.issued_ns >= 500_000 for span in spans)
+    engine.forward.throttle(None)
+    assert decoded(engine)[0] == tokens
+
+
+@pytest.mark.integration
 def test_settings_change_while_decoding(fast: MakeEngine) -> None:
     choices = [Settings.parse(fields) for name, fields in FETCH_ONLY.items() if name != "drafts"]
     still, moving = fast(Settings(cache_ratio=1.0), seed=2), fast(choices[0], seed=3)

@@ -244,6 +244,28 @@ def test_spans(bench: Bench) -> None:
 
 
 @pytest.mark.unit
+def test_a_throttled_copy_is_between_two_graphs(bench: Bench) -> None:
+    """In the stream of copies, before the event that says it has landed; none once the throttle is off."""
+    before, after = bench.device(lambda: None), bench.device(lambda: None)
+    with bench.copies.lock:
+        bench.issuer.throttle(before, after)
+    bench.begin(0, 3, 5)
+    for _ in range(2):  # the graph before, and the copy
+        bench.device.advance()
+        bench.pump()
+    assert bench.status(0, 3) == [IN_FLIGHT]
+    bench.run()
+    assert [at if kind == "graph" else kind for kind, at in bench.device.log] == [before, "copy", after] * 2
+    bench.finish(0)
+    with bench.copies.lock:
+        bench.issuer.throttle(None, None)
+    bench.device.log.clear()
+    bench.begin(1, 4)
+    bench.run()
+    assert [kind for kind, _ in bench.device.log] == ["copy"]
+
+
+@pytest.mark.unit
 @pytest.mark.parametrize("function", ["cudaMemcpyAsync", "cudaEventQuery"])
 def test_errors_are_named(bench: Bench, function: str) -> None:
     bench.device.failing[function] = 719
