@@ -220,6 +220,10 @@ class Engine:
         if self.forward.replay is None:  # a replay gets ready for the steps it has
             self.forward.prepare(range(1, settings.draft.gamma + 2))
 
+    def use_costs(self, costs: CostsFor) -> None:
+        """What settings that are applied from now on decide by (see `__init__`)."""
+        self._costs = costs
+
     def predictor(self, name: str, rolled: bool = False) -> Predictor:
         """A predictor of this model; SettingsError if it needs a calibration and there is none."""
         return self._predictors.make(name, rolled)

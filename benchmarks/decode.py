@@ -1,10 +1,14 @@
 """Decode speed of settings on one engine: replayed routing, interleaved repeats, medians, ratio to the floor.
 
-    python -m benchmarks.decode --model shape:qwen3-30b-a3b --out DIR [--trace FILE] [--device cuda]
-        [--ratios 0,0.17,0.25,0.5,1] [--actions fetch,cpu,split] [--contexts 1024] [--steps 48] [--repeats 3]
+    python -m benchmarks.decode --model shape:qwen3-30b-a3b --out DIR [--trace FILE] [--device cuda] [--format mxfp4]
+        [--sections resident,no-cache,cached,contexts,drafts] [--ratios 0.17,0.25,0.5] [--contexts 1024,4096]
+        [--gammas 2,4,8] [--settings FILE] [--steps 24] [--repeats 3] [--minutes M]
 
-Routing is replayed: from --trace, or made with published statistics (`trace synthesize --preset qwen3`) in the model's
-shape. Writes DIR/decode.json (rows, rates, machine) after every round, and DIR/decode.md.
+Sections: everything resident; no cache; caches of some sizes beside llama.cpp's placement; long contexts, on demand
+beside executed predictions; drafts forced on. Routing is replayed from --trace, or made with published statistics
+(`trace synthesize --preset qwen3`) in the model's shape; verify windows and executed predictions are made of it. Writes
+DIR/decode.json (every repeat, rates, machine) after every round, and DIR/decode.md. A cell is not begun that would not
+end before the minutes are over: the result names it.
 """
 
 from __future__ import annotations
@@ -12,53 +16,53 @@ from __future__ import annotations
 import argparse
 import datetime
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 
+from benchmarks.decode_rows import Rates, bars, drafts, measure_rates, overlap, rows
+from benchmarks.decode_runs import MARKED, Cell, Kind, Routings, run_cell
 from foreload.backend.engine import Engine, EngineOptions
-from foreload.backend.generation import Generation
 from foreload.backend.models.checkpoint import Checkpoint
-from foreload.backend.policy import Counter, SplitCosts
-from foreload.backend.policy.state import DECODE
-from foreload.backend.replay import Replay
+from foreload.errors import ForeloadError
 from foreload.files import write_json, write_text
 from foreload.machine import cores, machine_name, software
-from foreload.profiler.bench import Bench
+from foreload.presets import preset_settings
 from foreload.settings import Settings
 from foreload.shape import ModelShape
 from foreload.traces.io import read_trace
+from foreload.traces.remodel import of_shape, renamed
 from foreload.traces.schema import Trace
 from foreload.traces.synthetic import Synthetic, even_recall, qwen3, write_synthetic
 
-WARM_STEPS = 4
+SECTIONS = {"resident": 3, "no cache": 4, "cached": 8, "contexts": 3, "drafts": 4}
+"""In order of importance, with their shares of the time there is; what one does not need is the others'."""
+CONTEXT = 1024
+FEW = 16
+"""Steps of a cell in the sections of long contexts and drafts."""
+SPECULATING = {"predictor": "gate", "prefetch_depth": 1, "speculate_layers": "all"}
+"""`router_pf` with the predictor that needs no calibration: what it copies and waits for is the same."""
 
 
 @dataclass(frozen=True)
-class Rates:
-    """Bytes per second, measured in this run: link and CPU experts, each alone and beside the other."""
+class Wanted:
+    """What is to be measured. `until`: on the monotonic clock."""
 
-    link: float
-    cpu: float
-    link_beside: float
-    cpu_beside: float
-
-
-@dataclass
-class Cell:
-    """One setting at one context, with its repeats."""
-
-    name: str
-    settings: Settings
-    context: int
-    tpot_ns: list[float] = field(default_factory=list)
-    counters: Any = None
-    tokens: int = 0
+    out: Path
+    sections: tuple[str, ...] = tuple(SECTIONS)
+    context: int = CONTEXT
+    contexts: tuple[int, ...] = (4096, 16384, 65536)
+    ratios: tuple[float, ...] = (0.17, 0.25, 0.5)
+    gammas: tuple[int, ...] = (2, 4, 8)
+    tuned: Mapping[str, Settings] = field(default_factory=dict)
+    steps: int = 24
+    repeats: int = 3
+    longest_prompt: int = 4096  # above it a cell's TTFT is left out
+    until: float = float("inf")
 
 
 def workload(shape: ModelShape, steps: int, seed: int = 0) -> Trace:
@@ -76,142 +80,212 @@ def workload(shape: ModelShape, steps: int, seed: int = 0) -> Trace:
         return read_trace(path)
 
 
-def rates(engine: Engine) -> Rates:
-    """Copies and CPU experts of this engine's size, alone and at once. Leaves the cache empty."""
-    bench, k, size = Bench(engine), engine.shape.top_k, engine.expert_bytes
-    threads = max(1, cores() - 1)
-    try:
-        stage = bench.stage("fetch", threads)
-        absent = stage.absent[: min(k, len(stage.absent))]
-        link = size * 1e6 / median(t for at in range(4) for t in bench.copy_times(at % 2, absent, []))
-        engine.cpu.resize(threads)
-        engine.cpu.spans = []
-        x, rows = bench.hidden().cpu(), [np.zeros(1, np.int64)] * k
-        for layer in range(min(8, engine.shape.n_moe_layers)):
-            engine.cpu.submit(layer, list(range(k)), x, rows)
-            engine.cpu.join()
-        cpu = _cpu_rate(engine, size)
-        engine.cpu.spans = []
-        beside = size * 1e6 / median(t for at in range(4) for t in bench.copy_times(at % 2, absent, list(range(k))))
-        return Rates(link, cpu, beside, _cpu_rate(engine, size))
-    finally:
-        engine.cpu.spans = None
-        bench.close()
+def named(trace: Trace, engine: Engine) -> Trace:
+    """Of this engine's shape; where it lacks the gate's predictions, those of another predictor under that name."""
+    names = [name for name, depth in trace.predictions if depth == 1]
+    found = of_shape(trace, engine.shape)
+    return renamed(found, {names[0]: "gate"}) if names and "gate" not in names else found
 
 
-def _cpu_rate(engine: Engine, size: int) -> float:
-    spans = engine.cpu.spans or []
-    return size * 1e9 * sum(n for _, n, _, _ in spans) / max(1, sum(done - begun for _, _, begun, done in spans))
+class Grid:
+    """The cells of every section for one engine."""
+
+    def __init__(self, engine: Engine, routing: Mapping[str, Trace], wanted: Wanted) -> None:
+        self._engine, self._routing, self._wanted = engine, routing, wanted
+        self._threads = max(1, cores() - 1)
+
+    def cells(self, section: str) -> list[Cell]:
+        """The cells of a section, the most telling first."""
+        made = {
+            "resident": self._resident,
+            "no cache": self._no_cache,
+            "cached": self._cached,
+            "contexts": self._contexts,
+            "drafts": self._drafts,
+        }
+        return made[section]()
+
+    def _cell(self, section: str, name: str, kind: Kind, routing: str, **fields: Any) -> Cell:
+        wanted = self._wanted
+        base = {"expert_format": self._engine.settings.expert_format, "prefill_chunk_tokens": wanted.longest_prompt}
+        settings = Settings.parse({**base, **fields})
+        prompt = wanted.context if wanted.context <= wanted.longest_prompt else 0
+        return Cell(section, name, kind, settings, wanted.context, routing, steps=wanted.steps, prompt=prompt)
+
+    def _resident(self) -> list[Cell]:
+        """Experts that are never routed to stay absent under `demand`, so that the host is asked in every layer."""
+        routing = next(iter(self._routing))
+        asked = self._cell("resident", "resident, a decision per layer", "resident", routing, cache_ratio=1.0)
+        asked.rehearsed = True
+        launched = {"cache_ratio": 1.0, "admission": "none"}
+        return [self._cell("resident", "resident, one launch", "resident", routing, **launched), asked]
+
+    def _no_cache(self) -> list[Cell]:
+        routing, on_cpu = next(iter(self._routing)), {"cpu_threads": self._threads, "admission": "none"}
+        found = [
+            self._cell("no cache", "on_demand", "fetch", routing, cache_ratio=0),
+            self._cell("no cache", "split", "split", routing, cache_ratio=0, miss_action="split", **on_cpu),
+            self._cell("no cache", "cpu", "cpu", routing, cache_ratio=0, miss_action="cpu", **on_cpu),
+        ]
+        if ("gate", 1) in self._routing[routing].predictions:
+            found.insert(1, self._cell("no cache", "router_pf", "fetch", routing, cache_ratio=0, **SPECULATING))
+        return found
+
+    def _cached(self) -> list[Cell]:
+        split = {"miss_action": "split", "cpu_threads": self._threads, "admission": "background"}
+        ahead = {"predictor": "gate", "prefetch_depth": 1}
+        found = []
+        for number, routing in enumerate(self._routing):
+            for ratio in self._wanted.ratios:
+                kinds: dict[str, dict[str, Any]] = {"split": split, "split, lfru": {**split, "eviction": "lfru"}}
+                if ("gate", 1) in self._routing[routing].predictions:
+                    kinds["split, prefetch"] = {**split, **ahead}
+                kinds["fetch"] = {}
+                placed = preset_settings("llama_cpp", self._engine.shape, self._threads, cache_ratio=ratio)
+                cells = [self._cell("cached", f"llama_cpp {ratio:g}", "placed", routing, **_own_fields(placed))]
+                for name, fields in kinds.items():
+                    cells.append(self._cell("cached", name, "cached", routing, cache_ratio=ratio, **fields))
+                for cell in cells:
+                    cell.warm = self._wanted.steps
+                    cell.prompt = 0 if number else cell.prompt  # it does not depend on the routing replayed
+                found += cells
+            for name, settings in self._wanted.tuned.items():
+                found.append(self._cell("cached", name, "cached", routing, **_own_fields(settings)))
+                found[-1].warm = self._wanted.steps
+        return found
+
+    def _contexts(self) -> list[Cell]:
+        limit = self._engine.options.context_tokens - FEW - MARKED - 8
+        fitting = [context for context in self._wanted.contexts if context <= limit]
+        routing, found = next(iter(self._routing)), []
+        for context in fitting:
+            for name, fields in (("on_demand", {}), ("router_pf", SPECULATING)):
+                if fields and ("gate", 1) not in self._routing[routing].predictions:
+                    continue
+                cell = self._cell("contexts", name, "fetch", routing, cache_ratio=0, **fields)
+                cell.context, cell.steps = context, min(FEW, self._wanted.steps)
+                cell.prompt = context if context <= self._wanted.longest_prompt else 0
+                found.append(cell)
+        return found
+
+    def _drafts(self) -> list[Cell]:
+        split = {"miss_action": "split", "cpu_threads": self._threads, "admission": "background"}
+        found, ratio = [], self._wanted.ratios[min(1, len(self._wanted.ratios) - 1)]
+        for gamma in (0, *self._wanted.gammas):
+            for routing in self._routing:
+                draft = {"draft": {"kind": "ngram", "gamma": gamma}} if gamma else {}
+                name, kind = (f"drafts, gamma {gamma}", "drafted") if gamma else ("no drafts", "cached")
+                cell = self._cell("drafts", name, kind, routing, cache_ratio=ratio, **split, **draft)  # type: ignore[arg-type]
+                cell.warm = cell.steps = min(FEW, self._wanted.steps)
+                cell.prompt = 0
+                found.append(cell)
+        return found
 
 
-def grid(ratios: Sequence[float], actions: Sequence[str], predict: bool) -> list[tuple[str, Settings]]:
-    """Named settings: every ratio and miss action, and at no cache the gate's prefetch."""
-    threads = max(1, cores() - 1)
-    found = []
-    for ratio in ratios:
-        for action in actions if ratio < 1 else ("fetch",):
-            extra = (
-                {} if action == "fetch" else {"cpu_threads": threads, "admission": "background" if ratio else "none"}
-            )
-            base = {"cache_ratio": ratio, "miss_action": action, **extra}
-            found.append((action, Settings.parse(base)))
-    if predict and 0 in ratios and "fetch" in actions:
-        prefetch = {"cache_ratio": 0.0, "predictor": "gate", "prefetch_depth": 1}
-        found.append(("fetch, gate prefetch", Settings.parse(prefetch)))
-    return found
+def _own_fields(settings: Settings) -> dict[str, Any]:
+    """The fields of settings that differ from the default."""
+    return settings.model_dump(exclude_defaults=True)
 
 
-def costs_of(shape: ModelShape, size: int, measured: Rates) -> SplitCosts:
-    """What `split` decides by, from this run's contended rates."""
-    n = np.arange(shape.top_k * 2 + 1, dtype=np.int64)
-    return SplitCosts(
-        int(size / measured.link_beside * 1e9), n * 4_000, (n * (size / measured.cpu_beside) * 1e9).astype(np.int64)
-    )
+class Measurement:
+    """Runs sections and writes what they found."""
 
+    def __init__(self, engine: Engine, routing: Mapping[str, Trace], wanted: Wanted) -> None:
+        self._engine, self._wanted = engine, wanted
+        known = {name: named(trace, engine) for name, trace in routing.items()}
+        self._grid, self._routings = Grid(engine, known, wanted), Routings(known, engine)
+        self._cells: list[Cell] = []
+        self.left_out: list[str] = []
+        self._rates: Rates | None = None
+        on_gpu = engine.device.type == "cuda"
+        self.found: dict[str, Any] = {
+            "model": engine.checkpoint.name,
+            "device": torch.cuda.get_device_name() if on_gpu else machine_name(),
+            "machine": machine_name(),
+            "software": software(),
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "path": engine.path,
+            "routing": {name: f"{trace.meta.model}: {trace.meta.source}" for name, trace in routing.items()},
+            "steps": wanted.steps,
+            "left_out": self.left_out,
+        }
 
-def run_cell(engine: Engine, cell: Cell, recorded: Replay, steps: int) -> None:
-    """One repeat from a cache as left by warm-up steps of the same recording."""
-    engine.apply(cell.settings)
-    engine.reset_cache()
-    request = recorded.requests()[0]
-    whole = cell.settings.cache_ratio == 1.0  # only with everything it needs there is it the resident step
-    engine.replay(recorded, request, None if whole else WARM_STEPS, cell.context)
-    done: Generation = engine.replay(recorded, request, steps, cell.context + WARM_STEPS, WARM_STEPS)
-    cell.tpot_ns.append(done.decode_ns / done.decode_tokens)
-    cell.counters, cell.tokens = done.counters[DECODE].sum(axis=0), done.decode_tokens
+    def run(self) -> dict[str, Any]:
+        """Everything wanted, in order of importance, as far as there is time."""
+        self._rates = measured = measure_rates(self._engine)
+        self.found["rates"] = measured.as_dict()
+        self._engine.use_costs(lambda _: measured.costs(self._engine))
+        for number, section in enumerate(self._wanted.sections):
+            cells, until = self._grid.cells(section), self._section_until(number)
+            self._cells += cells
+            for turn in range(self._wanted.repeats):
+                for cell in cells:
+                    self._one(cell, turn, until)
+                self._write(measured)
+        return self.found
 
+    def _section_until(self, number: int) -> float:
+        """When a section must end, so that those after it have their share."""
+        weights, now = [SECTIONS[name] for name in self._wanted.sections[number:]], time.monotonic()
+        return now + (self._wanted.until - now) * weights[0] / sum(weights)
 
-def row(engine: Engine, cell: Cell, measured: Rates, resident_ms: float | None) -> dict[str, Any]:
-    """A row of the table. floor: bytes that moved over the rates that moved them, beside each other if both did."""
-    size, c, tpot = engine.expert_bytes, cell.counters, median(cell.tpot_ns) / 1e6
-    copied = int(c[Counter.FETCHED] + c[Counter.PREFETCHED] + c[Counter.UPLOADED]) * size / cell.tokens
-    computed = int(c[Counter.ON_CPU]) * size / cell.tokens
-    together = measured.link_beside + measured.cpu_beside
-    rate = together if copied and computed else (measured.cpu if computed else measured.link)
-    floor = (copied + computed) / rate * 1e3
-    demand = int(c[Counter.HITS] + c[Counter.LATE] + c[Counter.MISSES])
-    return {
-        "shape": engine.checkpoint.name,
-        "format": engine.dtype_name,
-        "cache_ratio": cell.settings.cache_ratio,
-        "settings": cell.settings.describe(),
-        "name": cell.name,
-        "context": cell.context,
-        "tpot_ms": tpot,
-        "spread_pct": 100 * (max(cell.tpot_ns) / min(cell.tpot_ns) - 1),
-        "floor_ms": floor,
-        "ratio": tpot / floor if floor else None,
-        "hit_rate": int(c[Counter.HITS]) / demand,
-        "stall_ms": None if resident_ms is None else tpot - resident_ms,
-        "copied_bytes": copied,
-        "cpu_bytes": computed,
-        "repeats": len(cell.tpot_ns),
-    }
+    def _one(self, cell: Cell, turn: int, until: float) -> None:
+        """A repeat of a cell, if there is time; a setting that is refused or fails costs the others nothing."""
+        known = [run.seconds for run in cell.runs] or [run.seconds for other in self._cells for run in other.runs]
+        expected = max(known, default=0.0) * (1 if cell.runs else 1 + cell.gamma / 2)
+        label = f"{cell.section}: {cell.name}, {cell.routing}, context {cell.context}, repeat {turn}"
+        if time.monotonic() + 1.2 * expected > until:
+            self.left_out.append(label)
+            return
+        try:
+            run_cell(self._engine, cell, self._routings)
+        except (ForeloadError, RuntimeError) as error:
+            self.left_out.append(f"{label}: {type(error).__name__}: {error}")
+
+    def _write(self, measured: Rates) -> None:
+        found, out = self.found, self._wanted.out
+        found["rows"] = made = rows(self._engine, self._cells, measured)
+        found["overlap"] = overlap(made, self._engine, measured)
+        found["drafts"] = drafts(made)
+        found["bars"] = bars(made)
+        write_json(out / "decode.json", found)
+        write_text(out / "decode.md", markdown(found))
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """The rows as a Markdown table."""
-    head = f"{found['model']} on {found['device']}, {found['date']}; {found['routing']}; measured\n\n"
-    titles = ("cache", "settings", "context", "ms/token", "floor", "ratio", "hits", "above resident")
-    lines = [f"| {' | '.join(titles)} |", "|---|---|---:|---:|---:|---:|---:|---:|"]
+    """The rows and bars as Markdown tables."""
+    head = f"{found['model']} on {found['device']}, {found['date']}; {found['path']}; measured\n\n"
+    titles = ("cache", "settings", "routing", "context", "ms/token", "spread", "floor", "ratio", "hits")
+    titles += ("above resident", "TTFT", "most")
+    lines = [f"| {' | '.join(titles)} |", "|---|---|---|" + "---:|" * 8 + "---|"]
+
+    def shown(value: float | None, form: str = ".2f") -> str:
+        return "" if value is None else format(value, form)
+
     for r in found["rows"]:
-        ratio = "" if r["ratio"] is None else f"{r['ratio']:.2f}"
-        stall = "" if r["stall_ms"] is None else f"{r['stall_ms']:.2f}"
-        lines.append(
-            f"| {r['cache_ratio']:.2f} | {r['name']} | {r['context']} | {r['tpot_ms']:.2f} | {r['floor_ms']:.2f} "
-            f"| {ratio} | {r['hit_rate']:.1%} | {stall} |"
-        )
+        ttft = f"{shown(r['ttft_ms'], '.0f')} ({r['ttft_tokens']})" if r["ttft_ms"] is not None else ""
+        cells = (shown(r["cache_ratio"]), r["name"], r["routing"], str(r["context"]), shown(r["tpot_ms"]))
+        cells += (f"{r['spread_pct']:.0f} %", shown(r["floor_ms"]), shown(r["ratio"]), f"{r['hit_rate']:.1%}")
+        lines.append(f"| {' | '.join((*cells, shown(r['stall_ms']), ttft, r['bottleneck']))} |")
+    lines += ["", "| what | measured | limit | met |", "|---|---:|---:|---|"]
+    for b in found["bars"]:
+        lines.append(f"| {b['what']} | {b['value']:.2f} | {b['limit']:.2f} | {'yes' if b['met'] else 'no'} |")
     return head + "\n".join(lines) + "\n"
 
 
-def measure(
-    engine: Engine, cells: list[Cell], recorded: Replay, given: argparse.Namespace, routing: str, measured: Rates
-) -> dict[str, Any]:
-    """All cells, settings taking turns; written after every round."""
-    found: dict[str, Any] = {
-        "model": engine.checkpoint.name,
-        "device": torch.cuda.get_device_name() if given.device == "cuda" else machine_name(),
-        "machine": machine_name(),
-        "software": software(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "path": engine.path,
-        "routing": routing,
-        "rates_gb_per_s": {name: value / 1e9 for name, value in vars(measured).items()},
-        "steps": given.steps,
-    }
-    for _ in range(given.repeats):
-        for cell in cells:
-            run_cell(engine, cell, recorded, given.steps)
-        resident = {c.context: median(c.tpot_ns) / 1e6 for c in cells if c.settings.cache_ratio == 1.0}
-        found["rows"] = [row(engine, cell, measured, resident.get(cell.context)) for cell in cells]
-        write_json(given.out / "decode.json", found)
-        write_text(given.out / "decode.md", markdown(found))
-    return found
+def on_engine(engine: Engine, routing: Mapping[str, Trace], until: float, out: Path) -> dict[str, Any]:
+    """The rows on an open engine, the most important first, until a time on the monotonic clock."""
+    return Measurement(engine, routing, Wanted(out, until=until)).run()
 
 
-def numbers(text: str) -> list[float]:
+def numbers(text: str) -> tuple[float, ...]:
     """Comma-separated numbers."""
-    return [float(part) for part in text.split(",")]
+    return tuple(float(part) for part in text.split(",") if part)
+
+
+def whole(text: str) -> tuple[int, ...]:
+    """Comma-separated whole numbers."""
+    return tuple(int(part) for part in text.split(",") if part)
 
 
 def arguments(args: Sequence[str] | None = None) -> argparse.Namespace:
@@ -221,12 +295,16 @@ def arguments(args: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--eager", action="store_true")
-    parser.add_argument("--ratios", type=numbers, default=[0.0, 0.17, 0.25, 0.5, 1.0])
-    parser.add_argument("--actions", default="fetch,cpu,split")
-    parser.add_argument("--contexts", default="1024")
+    parser.add_argument("--format", help="expert_format")
+    parser.add_argument("--sections", default=",".join(SECTIONS).replace(" ", "-"))
+    parser.add_argument("--ratios", type=numbers, default=(0.17, 0.25, 0.5))
+    parser.add_argument("--contexts", type=whole, default=(CONTEXT,), help="the first is that of all other sections")
+    parser.add_argument("--gammas", type=whole, default=(2, 4, 8))
+    parser.add_argument("--settings", type=Path, action="append", default=[], help="tuned settings, beside the others")
     parser.add_argument("--link", type=float, help="bytes per second of an emulated link, on cpu")
-    parser.add_argument("--steps", type=int, default=48)
+    parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--minutes", type=float)
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args(args)
 
@@ -234,24 +312,34 @@ def arguments(args: Sequence[str] | None = None) -> argparse.Namespace:
 def main(args: Sequence[str] | None = None, checkpoint: Checkpoint | None = None) -> dict[str, Any]:
     """Load, measure, write; returns what was written."""
     given = arguments(args)
-    contexts = [int(part) for part in given.contexts.split(",")]
     model = checkpoint or Checkpoint.open(given.model)
+    most = max(given.gammas, default=0) + 1
+    recorded = (2 * given.steps + MARKED) * most
     options = EngineOptions(
         device=given.device,
-        context_tokens=max(contexts) + given.steps + 64,
+        context_tokens=max(given.contexts) + recorded,
         link_bytes_per_s=int(given.link) if given.link else None,
         eager=given.eager,
     )
-    trace = workload(model.shape, given.steps + WARM_STEPS) if given.trace is None else read_trace(given.trace)
-    routing = f"routing of {given.trace}" if given.trace else "synthetic routing, qwen3 preset"
-    costs: list[SplitCosts] = []
-    with Engine(model, options, Settings(cache_ratio=0.0), lambda _: costs[0]) as engine:
-        measured = rates(engine)
-        costs.append(costs_of(engine.shape, engine.expert_bytes, measured))
-        recorded = Replay(trace, engine.shape, engine.device)
-        named = grid(given.ratios, given.actions.split(","), ("gate", 1) in trace.predictions)
-        cells = [Cell(name, settings, context) for context in contexts for name, settings in named]
-        found = measure(engine, cells, recorded, given, routing, measured)
+    if given.trace is None:
+        routing = {"synthetic": workload(model.shape, recorded)}
+    else:
+        routing = {given.trace.stem: read_trace(given.trace)}
+    wanted = Wanted(
+        given.out,
+        tuple(given.sections.replace("-", " ").split(",")),
+        given.contexts[0],
+        given.contexts[1:],
+        given.ratios,
+        given.gammas,
+        {path.stem: Settings.load(path) for path in given.settings},
+        given.steps,
+        given.repeats,
+        max(given.contexts),
+        time.monotonic() + 60 * given.minutes if given.minutes else float("inf"),
+    )
+    with Engine(model, options, Settings(cache_ratio=0.0, expert_format=given.format)) as engine:
+        found = Measurement(engine, routing, wanted).run()
     print(markdown(found))
     return found
 

@@ -97,7 +97,7 @@ def _by_kind(spans: Marks, engine: Engine) -> dict[str, float]:
 def table(given: argparse.Namespace, left_s: float) -> dict[str, Any]:
     """The first decode table."""
     flags = ["--model", given.model, "--device", given.device, "--out", str(given.out), "--steps", str(STEPS)]
-    flags += ["--repeats", "2", "--contexts", str(CONTEXT), "--ratios", "0,0.25"]
+    flags += ["--repeats", "2", "--contexts", str(CONTEXT), "--ratios", "0.25", "--sections", "no-cache,cached"]
     return decode.main(flags, given.checkpoint)
 
 

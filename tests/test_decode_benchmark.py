@@ -1,57 +1,143 @@
-"""The decode benchmark on a toy shape: rows that add up, in the promised columns."""
+"""The decode benchmark on a toy shape: rows that add up, in the promised columns, within the time it is given."""
 
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import h200
-from benchmarks.decode import main
+from benchmarks.decode import main, on_engine, workload
+from benchmarks.decode_rows import bars
+from foreload.backend.engine import Engine, EngineOptions
 from foreload.backend.models.checkpoint import Checkpoint
+from foreload.settings import Settings
 
 SMALL = {
     "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     "vocab_size": 300, "moe_intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 2,
 }  # fmt: skip
 COLUMNS = {
-    "shape",
-    "format",
-    "cache_ratio",
-    "settings",
-    "context",
-    "tpot_ms",
-    "floor_ms",
-    "ratio",
-    "hit_rate",
-    "stall_ms",
-}
+    "shape", "format", "cache_ratio", "settings", "context", "tpot_ms", "floor_ms", "ratio", "hit_rate", "stall_ms",
+    "ttft_ms", "bottleneck", "busy_ms",
+}  # fmt: skip
+SIZE = 3 * 64 * 32 * 4
+TOKEN_BYTES = 3 * 2 * SIZE
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One run of everything."""
+    out = tmp_path_factory.mktemp("decode")
+    flags = ["--device", "cpu", "--out", str(out), "--steps", "6", "--repeats", "2", "--contexts", "16,32"]
+    flags += ["--ratios", "0.25,0.5", "--gammas", "2", "--link", "1e9"]
+    result = main(flags, Checkpoint.random("qwen3-30b-a3b", **SMALL))
+    assert json.loads((out / "decode.json").read_text())["rows"] == result["rows"]
+    assert "| 0.50 | split, prefetch | synthetic | 16 |" in (out / "decode.md").read_text()
+    return result
+
+
+def row(found: dict[str, Any], section: str, name: str, **wanted: Any) -> dict[str, Any]:
+    """The only row of that name."""
+    (one,) = (
+        r
+        for r in found["rows"]
+        if (r["section"], r["name"]) == (section, name) and all(r[k] == v for k, v in wanted.items())
+    )
+    return one  # type: ignore[no-any-return]
 
 
 @pytest.mark.integration
-def test_rows(tmp_path: Path) -> None:
-    flags = ["--device", "cpu", "--out", str(tmp_path), "--steps", "6", "--repeats", "2", "--contexts", "16"]
-    flags += ["--ratios", "0,0.5,1", "--link", "1e8"]
-    found = main(flags, Checkpoint.random("qwen3-30b-a3b", **SMALL))
-    assert json.loads((tmp_path / "decode.json").read_text())["rows"] == found["rows"]
-    rows = {(row["cache_ratio"], row["name"]): row for row in found["rows"]}
-    assert set(rows) == {
-        (0.0, "fetch"), (0.0, "cpu"), (0.0, "split"), (0.0, "fetch, gate prefetch"),
-        (0.5, "fetch"), (0.5, "cpu"), (0.5, "split"), (1.0, "fetch"),
-    }  # fmt: skip
-    for row in rows.values():
-        assert set(row) >= set(COLUMNS)
-        assert row["repeats"] == 2
-    size = 3 * 64 * 32 * 4
-    assert rows[0.0, "fetch"]["copied_bytes"] == 3 * 2 * size
-    assert rows[0.0, "cpu"]["cpu_bytes"] == 3 * 2 * size
-    assert rows[0.0, "cpu"]["copied_bytes"] == 0
-    assert rows[0.0, "split"]["copied_bytes"] + rows[0.0, "split"]["cpu_bytes"] == 3 * 2 * size
-    assert rows[0.0, "fetch, gate prefetch"]["copied_bytes"] >= rows[0.0, "fetch"]["copied_bytes"]
-    assert rows[0.0, "fetch"]["hit_rate"] == 0
-    assert rows[0.5, "fetch"]["hit_rate"] > 0
-    assert "| 0.50 | split | 16 |" in (tmp_path / "decode.md").read_text()
+def test_every_cell_has_run(found: dict[str, Any]) -> None:
+    assert found["left_out"] == []
+    names = {(r["section"], r["name"], r["cache_ratio"]) for r in found["rows"] if r["section"] != "contexts"}
+    cached = {"split", "split, lfru", "split, prefetch", "fetch"}
+    assert names == (
+        {("resident", "resident, one launch", 1.0), ("resident", "resident, a decision per layer", 1.0)}
+        | {("no cache", name, 0.0) for name in ("on_demand", "router_pf", "split", "cpu")}
+        | {("cached", name, ratio) for name in cached for ratio in (0.25, 0.5)}
+        | {("cached", "llama_cpp 0.25", 0.0), ("cached", "llama_cpp 0.5", 1 / 3)}
+        | {("drafts", "no drafts", 0.5), ("drafts", "drafts, gamma 2", 0.5)}
+    )
+    assert {r["context"] for r in found["rows"] if r["section"] == "contexts"} == {32}
+    for r in found["rows"]:
+        assert set(r) >= COLUMNS
+        assert r["repeats"] == len(r["runs"]) == 2
+        assert (r["ttft_ms"] is None) == (r["section"] == "drafts")
+
+
+@pytest.mark.integration
+def test_bytes_and_floors(found: dict[str, Any]) -> None:
+    rates = found["rates"]
+    plain = row(found, "no cache", "on_demand")
+    assert plain["copied_bytes"] == TOKEN_BYTES
+    assert plain["floor_ms"] == pytest.approx(TOKEN_BYTES / rates["link"] / 1e6)
+    assert plain["ratio"] == pytest.approx(plain["tpot_ms"] / plain["floor_ms"])
+    ahead = row(found, "no cache", "router_pf")
+    assert ahead["copied_bytes"] == ahead["missing_bytes"] == TOKEN_BYTES
+    alone, both = row(found, "no cache", "cpu"), row(found, "no cache", "split")
+    assert (alone["cpu_bytes"], alone["copied_bytes"]) == (TOKEN_BYTES, 0)
+    assert both["cpu_bytes"] + both["copied_bytes"] == both["missing_bytes"] == TOKEN_BYTES
+    together = rates["link_beside"] + rates["cpu_beside"]
+    assert both["floor_ms"] == pytest.approx(TOKEN_BYTES / together / 1e6)
+    resident = [row(found, "resident", name) for name in ("resident, one launch", "resident, a decision per layer")]
+    assert [r["hit_rate"] for r in resident] == [1, 1]
+    half = row(found, "cached", "split", cache_ratio=0.5)
+    least = min(r["tpot_ms"] for r in resident)
+    assert half["floor_ms"] == pytest.approx(least + half["missing_bytes"] / together / 1e6)
+    assert 0 < half["hit_rate"] < 1
+
+
+@pytest.mark.integration
+def test_predictions_and_drafts_beside_what_they_are_instead_of(found: dict[str, Any]) -> None:
+    assert [entry["context"] for entry in found["overlap"]] == [16, 32]
+    for entry in found["overlap"]:
+        assert entry["saving_ms"] == pytest.approx(entry["on_demand_ms"] - entry["router_pf_ms"])
+    (forced,) = found["drafts"]
+    assert forced["wins"] == (forced["tokens_per_step"] > forced["break_even"])
+    assert forced["experts_per_layer_step"] > 2
+
+
+@pytest.mark.integration
+def test_a_deadline_leaves_out_by_name(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.random("qwen3-30b-a3b", **SMALL)
+    options = EngineOptions(context_tokens=2048)
+    with Engine(checkpoint, options, Settings(cache_ratio=0.0)) as engine:
+        routing = {"topo": workload(engine.shape, 512), "qwen3": workload(engine.shape, 512, 1)}
+        result = on_engine(engine, routing, time.monotonic() - 1, tmp_path)
+    assert result["rows"] == []
+    assert result["left_out"][0] == "resident: resident, one launch, topo, context 1024, repeat 0"
+    assert json.loads((tmp_path / "decode.json").read_text())["left_out"] == result["left_out"]
+
+
+@pytest.mark.unit
+def test_bars_say_what_is_met() -> None:
+    def of(section: str, name: str, kind: str, ratio: float, tpot: float, floor: float) -> dict[str, Any]:
+        return {
+            "section": section, "name": name, "kind": kind, "cache_ratio": ratio, "tpot_ms": tpot, "routing": "r",
+            "ratio": tpot / floor,
+        }  # fmt: skip
+
+    made = bars(
+        [
+            of("no cache", "on_demand", "fetch", 0, 72, 67.5),
+            of("no cache", "split", "split", 0, 36, 34),
+            of("no cache", "cpu", "cpu", 0, 40, 38),
+            of("cached", "split", "cached", 0.17, 24, 22),
+            of("cached", "llama_cpp 0.17", "placed", 1 / 6, 44, 40),
+        ]
+    )
+    assert {bar["what"]: (round(bar["value"], 2), bar["met"]) for bar in made} == {
+        "no cache, on_demand: times the floor": (1.07, True),
+        "no cache, split: times the floor": (1.06, True),
+        "no cache, split: times faster than on_demand": (2.0, True),
+        "no cache, split: times faster than cpu": (1.11, False),
+        "cache 0.17, r: times the floor": (1.09, True),
+        "cache 0.17, r: times faster than llama_cpp": (1.83, True),
+    }
 
 
 @pytest.mark.integration
