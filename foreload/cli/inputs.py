@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from foreload.errors import UsageError
-from foreload.units import parse_bytes
+from foreload.units import parse_bytes, parse_rate
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,15 +34,27 @@ ContextIn = Annotated[
         "--context", metavar="TOKENS", min=1, help="Positions to keep room for. Default: the longest recorded."
     ),
 ]
+LinkIn = Annotated[
+    str | None, typer.Option("--link", metavar="RATE", help="What if: copy experts at this rate, like 25GB/s.")
+]
+CpuScaleIn = Annotated[
+    float | None, typer.Option("--cpu-scale", metavar="FACTOR", help="What if: CPU experts this much faster.")
+]
+MachineIn = Annotated[
+    str | None,
+    typer.Option("--machine", metavar="NAME", help="What if: pcie3x4 to pcie5x16, rtx-3090, 4090, 5090, a6000."),
+]
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """A profile and a recording of the same model."""
+    """A profile and a recording of the same model; `vram`: device memory of the machine that was asked about."""
 
     profile: HardwareProfile
     trace: Trace
     shape: ModelShape
+    vram: str | None = None
+    assumed: bool = False  # whether the profile is one that no machine gave
 
     @property
     def dtype(self) -> str:
@@ -94,6 +106,17 @@ class Inputs:
         if settings.slots_per_layer is None and settings.cache_ratio is None:
             raise UsageError("how many experts may stay on the device? give --vram, --cache-ratio or settings that say")
         return slot_counts(settings, self.shape)
+
+
+def what_if(inputs: Inputs, link: str | None, cpu_scale: float | None, machine: str | None) -> Inputs:
+    """The same on another machine, as far as flags ask for one; the profile's `meta.machine` says what is assumed."""
+    if (link, cpu_scale, machine) == (None, None, None):
+        return inputs
+    from foreload.simulator.machines import assume
+
+    assumed = assume(inputs.profile, None if link is None else parse_rate(link, "--link"), cpu_scale, machine)
+    vram = None if assumed.vram_bytes is None else str(assumed.vram_bytes)
+    return replace(inputs, profile=assumed.profile, vram=vram, assumed=True)
 
 
 def load_inputs(profile: Path, trace: Path, output: Output) -> Inputs:

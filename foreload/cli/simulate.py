@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from foreload.cli.inputs import ContextIn, Inputs, ProfileIn, TraceIn, VramIn, WarmIn, load_inputs
+from foreload.cli.inputs import (
+    ContextIn,
+    CpuScaleIn,
+    Inputs,
+    LinkIn,
+    MachineIn,
+    ProfileIn,
+    TraceIn,
+    VramIn,
+    WarmIn,
+    load_inputs,
+    what_if,
+)
 from foreload.cli.output import JsonFlag, Output, facts, table
 from foreload.cli.presets import PresetFlag
 from foreload.errors import UsageError
@@ -43,6 +55,9 @@ def simulate(
         float | None, typer.Option("--cache-ratio", help="Share of experts that may stay, 0 to 1, instead.")
     ] = None,
     context: ContextIn = None,
+    link: LinkIn = None,
+    cpu_scale: CpuScaleIn = None,
+    machine: MachineIn = None,
     request: RequestsIn = None,
     timeline: Annotated[
         Path | None, typer.Option("--timeline", metavar="FILE", help="Write a timeline for ui.perfetto.dev.")
@@ -53,7 +68,9 @@ def simulate(
     from foreload.simulator import compiled, engine_model
 
     output = Output(as_json)
-    inputs = load_inputs(profile, trace, output)
+    inputs = what_if(load_inputs(profile, trace, output), link, cpu_scale, machine)
+    if vram is None and cache_ratio is None and settings is None:
+        vram = inputs.vram
     chosen = _settings(inputs, settings, preset, cache_ratio, vram, context)
     counts = inputs.warm_counts(warm)
     capacity = inputs.capacity(chosen, vram, context)

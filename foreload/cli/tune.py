@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foreload.cli.inputs import ContextIn, Inputs, ProfileIn, TraceIn, VramIn, WarmIn, load_inputs
+from foreload.cli.inputs import (
+    ContextIn,
+    CpuScaleIn,
+    Inputs,
+    LinkIn,
+    MachineIn,
+    ProfileIn,
+    TraceIn,
+    VramIn,
+    WarmIn,
+    load_inputs,
+    what_if,
+)
 from foreload.cli.output import JsonFlag, Output, facts, table
 from foreload.cli.presets import PresetFlag
 from foreload.cli.simulate import link_text
@@ -33,6 +45,9 @@ def tune(
         typer.Option("--slots", metavar="N", min=1, help="Instead of --vram: expert slots, staging included."),
     ] = None,
     context: ContextIn = None,
+    link: LinkIn = None,
+    cpu_scale: CpuScaleIn = None,
+    machine: MachineIn = None,
     settings: Annotated[
         Path | None, typer.Option("--settings", metavar="FILE", help="The default to beat. Default: the defaults.")
     ] = None,
@@ -56,9 +71,12 @@ def tune(
     change the text never compete without --max-quality-loss.
     """
     output = Output(as_json)
+    inputs = what_if(load_inputs(profile, trace, output), link, cpu_scale, machine)
+    vram = inputs.vram if vram is None and slots is None else vram
     if (vram is None) == (slots is None):
         raise UsageError("give the memory budget with --vram or --slots, one of them")
-    inputs = load_inputs(profile, trace, output)
+    if run is not None and inputs.assumed and profile.resolve() == (run / "profile.json").resolve():
+        raise UsageError(f"--run {run}: holds the measured profile, which an assumed one would replace: give another")
     if (quality is None) != (max_quality_loss is None):
         raise UsageError("--quality and --max-quality-loss go together: give both or none")
     report = None if quality is None else QualityReport.load(quality)
@@ -128,18 +146,26 @@ def _tune(
 def write_run(folder: Path, result: TuneResult, inputs: Inputs, profile: Path, trace: Path) -> None:
     """A run folder (see `foreload.dashboard.result`) without measurements; FileError if it cannot be written."""
     from foreload.dashboard.collect import run_meta, run_result
-    from foreload.files import atomic_path, write_text
+    from foreload.files import write_text
 
     collected = run_result(result, run_meta(inputs.profile, inputs.trace))
     write_text(folder / "result.json", collected.model_dump_json(indent=1) + "\n")
     result.best.settings.save(folder / "settings.json")
-    for source, name in ((profile, "profile.json"), (trace, "trace.parquet")):
-        target = folder / name
-        if source.is_dir():
-            raise FileError(f"{source}: an unfinished recording has no place in a run: foreload trace recover")
-        if not (target.exists() and target.samefile(source)):
-            with atomic_path(target) as partial:
-                shutil.copyfile(source, partial)
+    if inputs.assumed:
+        inputs.profile.save(folder / "profile.json")
+    else:
+        _copy(profile, folder / "profile.json")
+    if trace.is_dir():
+        raise FileError(f"{trace}: an unfinished recording has no place in a run: foreload trace recover")
+    _copy(trace, folder / "trace.parquet")
+
+
+def _copy(source: Path, target: Path) -> None:
+    from foreload.files import atomic_path
+
+    if not (target.exists() and target.samefile(source)):
+        with atomic_path(target) as partial:
+            shutil.copyfile(source, partial)
 
 
 def _show(console: Console, values: dict[str, Any], result: TuneResult) -> None:

@@ -257,11 +257,11 @@ def test_scaled_profiles_keep_what_they_do_not_change() -> None:
     source = data.load(CPU)
     faster = on_machine(source.profile, Machine(link=2.0, cpu=4.0))
     for before, after in zip(source.profile.measurements, faster.measurements, strict=True):
-        if before.probe in ("copy", "copy_beside_cpu"):
+        if before.probe == "copy":
             assert (after.p50_us, after.source) == (pytest.approx(before.p50_us / 2), "assumed")
-        elif before.probe in ("experts_cpu", "experts_cpu_beside_copy", "cpu_expert"):
+        elif before.probe in ("experts_cpu", "cpu_expert", "window_experts_cpu", "cpu_format"):
             assert (after.p50_us, after.source) == (pytest.approx(before.p50_us / 4), "assumed")
-        elif before.probe == "both":
+        elif before.probe in ("both", "copy_beside_cpu", "experts_cpu_beside_copy"):
             assert after.p50_us < before.p50_us
         else:
             assert after == before

@@ -75,6 +75,27 @@ def test_simulate_timeline(files: list[str], tmp_path: Path, capsys: Any) -> Non
     assert timeline["otherData"]["source"] == "simulated"
 
 
+def test_another_machine(files: list[str], tmp_path: Path, capsys: Any) -> None:
+    """A slower link makes it slower, and every output says that it is assumed."""
+    base = shown(capsys, "simulate", *files, "--cache-ratio", "0.25")
+    slow = shown(capsys, "simulate", *files, "--cache-ratio", "0.25", "--link", "10MB/s", "--cpu-scale", "2")
+    assert slow["tpot_ms"] > base["tpot_ms"]
+    assert slow["sources"]["copy"] == "assumed"
+    assert slow["machine"].endswith("assumed: link 0.01 GB/s, CPU experts x 2")
+    assert slow["emulated_link_bytes_per_s"] is None
+    assert main(["simulate", *files, "--cache-ratio", "0.25", "--machine", "pcie3x4"]) == 0
+    assert "assumed: link 3.39 GB/s" in " ".join(capsys.readouterr().out.split())
+    run = tmp_path / "run"
+    flags = ["--slots", "14", "--out", str(tmp_path / "s.json"), "--link", "10MB/s"]
+    tuned = shown(capsys, "tune", *files, *flags, "--run", str(run))
+    assert "assumed: link 0.01 GB/s" in tuned["machine"]
+    assert "assumed: link 0.01 GB/s" in json.loads((run / "profile.json").read_text())["meta"]["machine"]
+    assert main(["tune", *files, *flags, "--run", str(tmp_path)]) == 2
+    assert "holds the measured profile" in capsys.readouterr().err
+    assert main(["simulate", *files, "--cache-ratio", "0.25", "--machine", "pcie9x4"]) == 2
+    assert "'pcie9x4' is unknown: there are pcie3x4" in capsys.readouterr().err
+
+
 def test_tune_writes_settings_and_a_run(files: list[str], tmp_path: Path, capsys: Any) -> None:
     out, run = tmp_path / "out" / "settings.toml", tmp_path / "run"
     values = shown(capsys, "tune", *files, "--slots", "14", "--out", str(out), "--run", str(run))
