@@ -6,14 +6,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
 from random import Random
 from types import TracebackType
-from typing import Literal, Self
+from typing import Self
 
 import numpy as np
-import psutil
 import torch
 from numpy.typing import NDArray
 
@@ -31,6 +28,7 @@ from foreload.backend.generation import DecodeStep, Generation
 from foreload.backend.models.checkpoint import Checkpoint
 from foreload.backend.models.decoder import Decoder
 from foreload.backend.observe import Observer
+from foreload.backend.options import EngineOptions, available_bytes
 from foreload.backend.placement import other_cores, place_threads
 from foreload.backend.policy import Brain, SplitCosts, compile_policies
 from foreload.backend.predict import Predictor
@@ -51,48 +49,8 @@ from foreload.formats import block_layout, layer_bytes, layer_formats, slot_byte
 from foreload.settings import Settings, check_slots
 from foreload.units import format_bytes
 
-Device = Literal["cpu", "cuda"]
 CostsFor = Callable[[Settings], SplitCosts]
-DEFAULT_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """What is fixed while an engine lives. `vram_bytes` None: what the device has free."""
-
-    device: Device = "cpu"
-    dtype: str | None = None  # float32 or bfloat16; None: float32 on cpu, bfloat16 on cuda
-    context_tokens: int = 2048
-    vram_bytes: int | None = None
-    link_bytes_per_s: int | None = None  # emulated link rate, at most the real one's; None: as fast as it is
-    calibration: Path | None = None  # folder of `foreload calibrate`; None: the model folder's own, if it has one
-    shadow: bool = False  # run the gates of speculated layers too, to count their true recall
-    eager: bool = False  # on cuda: launch every operator, not graphs
-    debug_seed: int | None = None  # poison freed slots with NaN and delay copies at random
-
-    def __post_init__(self) -> None:
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise UsageError("device 'cuda' is not available: no CUDA GPU is visible to torch; use 'cpu'")
-        if self.link_bytes_per_s is not None and self.link_bytes_per_s < 1:
-            raise UsageError(f"link_bytes_per_s {self.link_bytes_per_s} must be at least 1")
-        if self.resolved_dtype not in ("float32", "bfloat16"):
-            raise UsageError(f"dtype {self.dtype!r} is not known: float32 or bfloat16")
-        if self.context_tokens < 1:
-            raise UsageError(f"context_tokens {self.context_tokens} must be at least 1")
-
-    @property
-    def resolved_dtype(self) -> str:
-        """The dtype's name."""
-        return self.dtype or DEFAULT_DTYPE[self.device]
-
-
-def available_bytes(options: EngineOptions) -> int:
-    """Device memory an engine may use: as the options say, or most of what is free now."""
-    if options.vram_bytes is not None:
-        return options.vram_bytes
-    if options.device == "cuda":
-        return int(torch.cuda.mem_get_info()[0] * 0.95)
-    return int(psutil.virtual_memory().available * 0.5)
+__all__ = ["CostsFor", "Engine", "EngineOptions", "available_bytes"]
 
 
 class Engine:
@@ -223,6 +181,11 @@ class Engine:
     def use_costs(self, costs: CostsFor) -> None:
         """What settings that are applied from now on decide by (see `__init__`)."""
         self._costs = costs
+
+    def warm_by(self, counts: NDArray[np.int64] | None) -> None:
+        """Uses in a recording (see `__init__`) by which residents are loaded from the next `reset_cache` on."""
+        self._warm = counts
+        self.brain.warm_by(counts)
 
     def predictor(self, name: str, rolled: bool = False) -> Predictor:
         """A predictor of this model; SettingsError if it needs a calibration and there is none."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from foreload.errors import MismatchError, UsageError
 from foreload.shape import ModelShape
-from foreload.traces.schema import DRAFT_VERIFY, PREFILL, PredictionColumn, Trace
+from foreload.traces.schema import DECODE, DRAFT_VERIFY, PREFILL, PredictionColumn, Trace
 
 
 def of_shape(trace: Trace, shape: ModelShape) -> Trace:
@@ -108,6 +108,22 @@ def with_windows(
         accepted=np.concatenate(accepted),
     )
     return _said(found, "verify windows made up of consecutive tokens", sampling=sampling)
+
+
+def without_windows(trace: Trace) -> Trace:
+    """The same text decoded token by token: rejected drafts are left out."""
+    if not (trace.phase == DRAFT_VERIFY).any():
+        return trace
+    kept = trace.take(np.flatnonzero(trace.accepted))
+    alone = kept.phase != PREFILL
+    begins = np.concatenate([[True], (np.diff(kept.step) != 0) | alone[1:]])
+    sampling = {
+        key: value for key, value in trace.meta.sampling.items() if key not in ("draft", "gamma", "draft_model")
+    }
+    plain = replace(
+        kept, step=(np.cumsum(begins) - 1).astype(np.int32), phase=np.where(alone, DECODE, PREFILL).astype(np.int8)
+    )
+    return _said(plain, "", sampling=sampling)
 
 
 def _texts(trace: Trace) -> list[int]:

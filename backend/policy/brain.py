@@ -97,6 +97,10 @@ class Brain:
         self.rules: Rules = rules_of(settings, self.shape, self._oracle)
         self._costs = costs or NO_COSTS
 
+    def warm_by(self, counts: NDArray[np.int64] | None) -> None:
+        """Counts of a warm start (see `__init__`), from the next `drop_cache` on; None: there are none."""
+        self._warm = counts
+
     @property
     def slots(self) -> int:
         """Slots of the device pool, persistent and staging."""

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from foreload.errors import MismatchError, UsageError
 from foreload.shape import ModelShape
 from foreload.traces.io import read_trace
-from foreload.traces.remodel import acceptance, better_of, executing, of_shape, renamed, with_windows
+from foreload.traces.remodel import acceptance, better_of, executing, of_shape, renamed, with_windows, without_windows
 from foreload.traces.schema import DRAFT_VERIFY, PREFILL, PredictionColumn, Trace
 
 MakeTrace = Callable[..., Trace]
@@ -65,6 +65,16 @@ def test_acceptance_is_found_again(make_trace: MakeTrace) -> None:
         assert found == pytest.approx(wanted, abs=0.05)
     with pytest.raises(UsageError, match="no verify windows"):
         acceptance(plain)
+
+
+@pytest.mark.unit
+def test_windows_taken_away_leave_the_text(make_trace: MakeTrace) -> None:
+    plain = make_trace()
+    assert without_windows(plain) is plain
+    found = without_windows(with_windows(plain, "ngram", 3, [0.6]))
+    for name in ("request", "step", "phase", "position", "token_id", "accepted", "experts"):
+        assert np.array_equal(getattr(found, name), getattr(plain, name)), name
+    assert found.meta.sampling == plain.meta.sampling
 
 
 @pytest.mark.unit
