@@ -1,8 +1,24 @@
-"""Compiled functions on disk: numba checks a cache against the file of its function, not against what it calls."""
+"""How functions are compiled, and their cache on disk: numba checks it against a function's file, not what it calls."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from numba import njit
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def uncounted(function: F) -> F:
+    """Compile a function that makes no array, without counting references; what it needs as scratch is handed in.
+
+    Structures of many arrays go from function to function; counting references to each of them at every call takes more
+    time than the functions. One that makes an array after all fails to compile.
+    """
+    compiled: F = cast(Any, njit)(cache=True, _nrt=False)(function)
+    return compiled
 
 
 def drop_stale_caches(folder: Path, *called: Path) -> None:

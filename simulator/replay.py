@@ -30,7 +30,7 @@ from foreload.backend.policy.state import (
     WARM,
     PolicyState,
 )
-from foreload.compiled import drop_stale_caches
+from foreload.compiled import drop_stale_caches, uncounted
 from foreload.settings import Settings
 from foreload.shape import ModelShape
 from foreload.simulator.workload import Request
@@ -81,23 +81,23 @@ def replay(
 ) -> Outcomes:
     """Outcomes of `requests` with `capacity` [L] slots, from an empty cache or a warm start. Rest as for the Brain."""
     brain = Brain(shape, settings, capacity, costs, warm)
+    target = np.ones(shape.experts, np.bool_)
     for layer, expert in np.argwhere(brain.warm_targets()):
-        _load(brain.state, brain.rules, layer, expert)
+        _load(brain.state, brain.rules, layer, expert, target)
     layers, depth = shape.n_moe_layers, settings.prefetch_depth
     most = 1 + max((request.demand.shape[2] for request in requests), default=shape.top_k)
-    histogram = np.zeros((layers, most, most, most), np.int64)
+    histogram, action = np.zeros((layers, most, most, most), np.int64), np.empty(most, np.int8)
     prompts = prompt_counts(requests, shape, settings.prefill_chunk_tokens)
     for at, request in enumerate(requests):
         brain.start_request()
         if len(request.prompt):
-            _prompt(brain.state, brain.rules, prompts[at])
-        _decode(
-            brain.state, brain.rules, request.demand, request.counts, request.ahead(depth), costs or NO_COSTS, histogram
-        )
+            _prompt(brain.state, brain.rules, prompts[at], target)
+        steps = (request.demand, request.counts, request.ahead(depth))
+        _decode(brain.state, brain.rules, *steps, costs or NO_COSTS, action, histogram)
     return Outcomes(sum(len(r.emitted) for r in requests), brain.counters.copy(), histogram)
 
 
-@njit(cache=True)
+@uncounted
 def _land(state: PolicyState, phase: int) -> None:
     """Issue and complete everything that is queued."""
     key = copies.next_copy(state, phase)
@@ -106,30 +106,42 @@ def _land(state: PolicyState, phase: int) -> None:
         key = copies.next_copy(state, phase)
 
 
-@njit(cache=True)
-def _load(state: PolicyState, rules: Rules, layer: int, expert: int) -> None:
-    """A warm start's expert goes into a persistent slot nobody holds."""
+@uncounted
+def _load(state: PolicyState, rules: Rules, layer: int, expert: int, target: NDArray[np.bool_]) -> None:
+    """A warm start's expert goes into a persistent slot nobody holds; target [E]: all of them may stay."""
     copies.enqueue(state, layer, expert, DEMAND)
     _land(state, WARM)
-    prompt.prefill_done(state, rules, layer, expert, np.ones(state.status.shape[1], np.bool_))
+    prompt.prefill_done(state, rules, layer, expert, target)
 
 
-@njit(cache=True)
-def _prompt(state: PolicyState, rules: Rules, counts: NDArray[np.int32]) -> None:
-    """The last prompt chunk fills the cache; counts [L, E]."""
+@uncounted
+def _prompt(state: PolicyState, rules: Rules, counts: NDArray[np.int32], target: NDArray[np.bool_]) -> None:
+    """The last prompt chunk fills the cache; counts [L, E], target [E] scratch.
+
+    Nothing is fetched before all is looked up: a copy of this layer never makes another of its experts resident.
+    """
     for layer in range(counts.shape[0]):
         prompt.look_up(state, layer, counts[layer])
-        target = np.zeros(counts.shape[1], np.bool_)
+        target[:] = False
         prompt.prefill_targets(state, rules, layer, counts[layer], target)
-        resident = state.status[layer] == KEPT
+        absent = state.scratch[0]
         for expert in range(counts.shape[1]):
-            if counts[layer, expert] > 0 and not resident[expert]:
+            absent[expert] = counts[layer, expert] > 0 and state.status[layer, expert] != KEPT
+        for expert in range(counts.shape[1]):
+            if absent[expert]:
                 copies.enqueue(state, layer, expert, DEMAND)
                 _land(state, PREFILL)
                 prompt.prefill_done(state, rules, layer, expert, target)
 
 
-@njit(cache=True)
+@uncounted
+def _prefetched(state: PolicyState, layer: int, expert: int) -> bool:
+    """Whether a prefetch of the expert has landed that nothing has used yet."""
+    purpose = state.purpose[layer, expert]
+    return bool(state.status[layer, expert] == LANDED and purpose in (PREFETCH, AHEAD))
+
+
+@uncounted
 def _decode(
     state: PolicyState,
     rules: Rules,
@@ -137,27 +149,28 @@ def _decode(
     counts: NDArray[np.int32],
     predicted: NDArray[np.int32],
     costs: SplitCosts,
+    actions: NDArray[np.int8],
     histogram: NDArray[np.int64],
 ) -> None:
-    """Decode steps of one request; demand and counts [T, L, D], predicted [depth, T, L, width]."""
+    """Decode steps of one request; demand and counts [T, L, D], predicted [depth, T, L, width], actions [D] scratch."""
     layers = demand.shape[1]
-    actions = np.empty(demand.shape[2], np.int8)
     for token in range(demand.shape[0]):
         for layer in range(layers):
-            distinct = (counts[token, layer] > 0).sum()
+            distinct, used = 0, 0
+            for i in range(demand.shape[2]):
+                if counts[token, layer, i] > 0:
+                    distinct += 1
+                    used += _prefetched(state, layer, demand[token, layer, i])
             experts, action = demand[token, layer, :distinct], actions[:distinct]
-            used = 0
-            for expert in experts:
-                prefetch = state.purpose[layer, expert] in (PREFETCH, AHEAD)
-                if state.status[layer, expert] == LANDED and prefetch:
-                    used += 1
             step.demand(state, rules, layer, experts, counts[token, layer, :distinct], costs, action)
             for ahead in range(predicted.shape[0]):
                 if layer + 1 + ahead < layers:
                     step.prefetch(state, rules, layer + 1 + ahead, predicted[ahead, token, layer + 1 + ahead])
             _land(state, DECODE)
-            on_cpu = (action == step.ACT_CPU).sum()
-            fetched = (action == step.ACT_FETCH).sum() + (action == step.ACT_LATE).sum()
+            on_cpu, fetched = 0, 0
+            for i in range(distinct):
+                on_cpu += action[i] == step.ACT_CPU
+                fetched += action[i] == step.ACT_FETCH or action[i] == step.ACT_LATE
             histogram[layer, fetched, on_cpu, used] += 1
             step.finish(state, rules, layer, experts, action, costs)
             _land(state, DECODE)

@@ -10,9 +10,6 @@ layer-step adds that to its layer's credit, and each copy is paid from it.
 
 from __future__ import annotations
 
-import numpy as np
-from numba import njit
-
 from foreload.backend.policy.copies import drop_prefetch, enqueue, evict
 from foreload.backend.policy.order import has_room, prefers, worst_kept
 from foreload.backend.policy.rules import BY_UTILITY, POOL_SHARED, Rules
@@ -28,22 +25,23 @@ from foreload.backend.policy.state import (
     WORST_UNKNOWN,
     PolicyState,
 )
+from foreload.compiled import uncounted
 
 
-@njit(cache=True)
+@uncounted
 def threshold(state: PolicyState, rules: Rules, layer: int) -> int:
     """tau of the layer: as fixed, or as its last split by utility chose, or 1 where none did."""
     return max(1, rules.tau if rules.tau > 0 else int(state.tau[layer]))
 
 
-@njit(cache=True)
+@uncounted
 def _wanted(state: PolicyState, rules: Rules, layer: int, expert: int, tau: int) -> bool:
     if rules.ahead == BY_UTILITY:
         return bool(state.score[layer, expert] >= tau)
     return bool(state.last_step[layer, expert] == state.scalars[STEP])
 
 
-@njit(cache=True)
+@uncounted
 def _first(state: PolicyState, rules: Rules, layer: int, a: int, b: int) -> bool:
     """Whether `a` is prefetched before `b`."""
     if rules.ahead == BY_UTILITY:
@@ -57,7 +55,7 @@ def _first(state: PolicyState, rules: Rules, layer: int, a: int, b: int) -> bool
     return bool(later > 0) if later != 0 else a < b
 
 
-@njit(cache=True)
+@uncounted
 def _settle(state: PolicyState, rules: Rules, layer: int, tau: int) -> None:
     """Copies for the step that is ending which it did not demand: those the next may demand stay, others are dropped.
 
@@ -75,7 +73,7 @@ def _settle(state: PolicyState, rules: Rules, layer: int, tau: int) -> None:
             state.worst[layer] = WORST_UNKNOWN
 
 
-@njit(cache=True)
+@uncounted
 def _victim(state: PolicyState, rules: Rules, layer: int) -> int:
     """Key of the resident that goes first, or -1. What is computing is frozen: in a shared pool its whole layer, in
     the layer's own pool the experts of the demand that is ending.
@@ -90,7 +88,7 @@ def _victim(state: PolicyState, rules: Rules, layer: int) -> int:
     return layer * state.status.shape[1] + worst if worst >= 0 else -1
 
 
-@njit(cache=True)
+@uncounted
 def _queue(state: PolicyState, rules: Rules, layer: int, expert: int) -> bool:
     """Queue the copy of an absent expert if a persistent slot is to be had for it."""
     if not has_room(state, rules, layer):
@@ -101,7 +99,7 @@ def _queue(state: PolicyState, rules: Rules, layer: int, expert: int) -> bool:
     return enqueue(state, layer, expert, AHEAD)
 
 
-@njit(cache=True)
+@uncounted
 def prefetch_ahead(state: PolicyState, rules: Rules, layer: int, fetched: int, costs: SplitCosts) -> None:
     """Queue what `layer` may need in its next step; `fetched` copies were demanded in the one that is ending.
 
@@ -111,17 +109,18 @@ def prefetch_ahead(state: PolicyState, rules: Rules, layer: int, fetched: int, c
     _settle(state, rules, layer, tau)
     idle = max(costs.dense_ns, costs.layer_ns - fetched * costs.io_ns)
     state.credit[layer] = min(state.credit[layer] + idle, idle + costs.io_ns)
-    tried = np.zeros(state.status.shape[1], np.bool_)
+    tried = state.scratch[0]
+    tried[:] = 0
     for _ in range(rules.ahead_width):
         best = -1
         for expert in range(len(tried)):
-            absent = state.status[layer, expert] == ABSENT and not tried[expert]
+            absent = state.status[layer, expert] == ABSENT and tried[expert] == 0
             candidate = absent and _wanted(state, rules, layer, expert, tau)
             if candidate and (best < 0 or _first(state, rules, layer, expert, best)):
                 best = expert
         if best < 0 or idle <= 0 or state.credit[layer] < costs.io_ns:
             return
-        tried[best] = True
+        tried[best] = 1
         if not _queue(state, rules, layer, best):
             return
         state.credit[layer] -= costs.io_ns

@@ -6,8 +6,6 @@ At most `WINDOW` are issued at a time; an issued copy can be neither stopped nor
 
 from __future__ import annotations
 
-from numba import njit
-
 from foreload.backend.policy.order import has_room, prefers, worst_kept
 from foreload.backend.policy.rules import Rules
 from foreload.backend.policy.state import (
@@ -36,12 +34,13 @@ from foreload.backend.policy.state import (
     WORST_UNKNOWN,
     PolicyState,
 )
+from foreload.compiled import uncounted
 
 WINDOW = 2
 """Copies that may be in the copy stream at once."""
 
 
-@njit(cache=True)
+@uncounted
 def release(state: PolicyState, layer: int, expert: int) -> None:
     """Give the expert's slot back; it is absent afterwards."""
     state.free[state.scalars[N_FREE]] = state.slot[layer, expert]
@@ -50,7 +49,7 @@ def release(state: PolicyState, layer: int, expert: int) -> None:
     state.status[layer, expert] = ABSENT
 
 
-@njit(cache=True)
+@uncounted
 def _take_place(state: PolicyState, layer: int) -> None:
     """One more persistent slot of `layer` is in use."""
     state.kept[layer] += 1
@@ -58,7 +57,7 @@ def _take_place(state: PolicyState, layer: int) -> None:
     state.worst[layer] = WORST_UNKNOWN
 
 
-@njit(cache=True)
+@uncounted
 def give_place(state: PolicyState, layer: int) -> None:
     """One persistent slot of `layer` less is in use."""
     state.kept[layer] -= 1
@@ -66,7 +65,7 @@ def give_place(state: PolicyState, layer: int) -> None:
     state.worst[layer] = WORST_UNKNOWN
 
 
-@njit(cache=True)
+@uncounted
 def evict(state: PolicyState, key: int) -> None:
     """Give up a resident."""
     layer, expert = key // state.status.shape[1], key % state.status.shape[1]
@@ -74,7 +73,7 @@ def evict(state: PolicyState, key: int) -> None:
     give_place(state, layer)
 
 
-@njit(cache=True)
+@uncounted
 def _rank(state: PolicyState, layer: int, purpose: int) -> int:
     state.scalars[SEQUENCE] += 1
     if purpose in (PREFETCH, AHEAD):
@@ -84,7 +83,7 @@ def _rank(state: PolicyState, layer: int, purpose: int) -> int:
     return int((purpose << 60) + state.scalars[SEQUENCE])
 
 
-@njit(cache=True)
+@uncounted
 def enqueue(state: PolicyState, layer: int, expert: int, purpose: int) -> bool:
     """Queue a copy of an absent expert into a free slot; False if there is none. AHEAD takes a persistent slot."""
     if state.scalars[N_FREE] == 0:
@@ -102,7 +101,7 @@ def enqueue(state: PolicyState, layer: int, expert: int, purpose: int) -> bool:
     return True
 
 
-@njit(cache=True)
+@uncounted
 def _unqueue(state: PolicyState, at: int) -> None:
     last = state.scalars[N_QUEUED] - 1
     state.queue[at] = state.queue[last]
@@ -110,7 +109,7 @@ def _unqueue(state: PolicyState, at: int) -> None:
     state.scalars[N_QUEUED] = last
 
 
-@njit(cache=True)
+@uncounted
 def _position(state: PolicyState, layer: int, expert: int) -> int:
     key = layer * state.status.shape[1] + expert
     for at in range(state.scalars[N_QUEUED]):
@@ -119,7 +118,7 @@ def _position(state: PolicyState, layer: int, expert: int) -> int:
     return -1
 
 
-@njit(cache=True)
+@uncounted
 def cancel(state: PolicyState, layer: int, expert: int) -> None:
     """Take a queued copy back."""
     _unqueue(state, _position(state, layer, expert))
@@ -129,13 +128,13 @@ def cancel(state: PolicyState, layer: int, expert: int) -> None:
     state.counters[DECODE, layer, CANCELLED] += 1
 
 
-@njit(cache=True)
+@uncounted
 def promote(state: PolicyState, layer: int, expert: int) -> None:
     """Move a queued prefetch that is demanded now among the demand copies."""
     state.rank[_position(state, layer, expert)] = _rank(state, layer, DEMAND)
 
 
-@njit(cache=True)
+@uncounted
 def next_copy(state: PolicyState, phase: int) -> int:
     """Key of the copy to issue now (it is in flight afterwards), or -1 if the window is full or nothing waits."""
     if state.scalars[N_QUEUED] == 0 or state.scalars[N_IN_FLIGHT] >= WINDOW:
@@ -155,7 +154,7 @@ def next_copy(state: PolicyState, phase: int) -> int:
     return int(key)
 
 
-@njit(cache=True)
+@uncounted
 def complete(state: PolicyState, key: int) -> None:
     """The copy of `key` has arrived."""
     layer, expert = key // state.status.shape[1], key % state.status.shape[1]
@@ -166,7 +165,7 @@ def complete(state: PolicyState, key: int) -> None:
         state.status[layer, expert] = LANDED
 
 
-@njit(cache=True)
+@uncounted
 def keep(state: PolicyState, layer: int, expert: int, victim: int) -> None:
     """Turn the staging slot of a landed expert into a persistent one; `victim` (a key, -1: none) gives its own back."""
     if victim >= 0:
@@ -175,7 +174,7 @@ def keep(state: PolicyState, layer: int, expert: int, victim: int) -> None:
     state.status[layer, expert] = KEPT
 
 
-@njit(cache=True)
+@uncounted
 def keep_or_release(state: PolicyState, rules: Rules, layer: int, expert: int) -> None:
     """Keep a landed expert if a slot is unfilled or the eviction order prefers it to a resident; else drop it."""
     if has_room(state, rules, layer):
@@ -189,7 +188,7 @@ def keep_or_release(state: PolicyState, rules: Rules, layer: int, expert: int) -
         release(state, layer, expert)
 
 
-@njit(cache=True)
+@uncounted
 def commit_uploads(state: PolicyState, rules: Rules, layer: int) -> None:
     """Background uploads that have landed join the residents of `layer` before its demand is looked up."""
     for expert in range(state.status.shape[1]):
@@ -197,7 +196,7 @@ def commit_uploads(state: PolicyState, rules: Rules, layer: int) -> None:
             keep_or_release(state, rules, layer, expert)
 
 
-@njit(cache=True)
+@uncounted
 def drop_prefetch(state: PolicyState, layer: int, expert: int) -> None:
     """A prefetch its layer-step did not demand: cancel it, discard it on arrival, or give its slot back.
 
@@ -219,7 +218,7 @@ def drop_prefetch(state: PolicyState, layer: int, expert: int) -> None:
         give_place(state, layer)
 
 
-@njit(cache=True)
+@uncounted
 def drop_unused(state: PolicyState, layer: int) -> None:
     """Drop the prefetches of `layer` that its demand did not use."""
     for expert in range(state.status.shape[1]):
@@ -228,7 +227,7 @@ def drop_unused(state: PolicyState, layer: int) -> None:
             drop_prefetch(state, layer, expert)
 
 
-@njit(cache=True)
+@uncounted
 def take_back(state: PolicyState, layer: int, expert: int) -> None:
     """Nobody wants the expert's copy any more, wherever it is; it is no resident."""
     status = state.status[layer, expert]

@@ -11,8 +11,6 @@ layer that this step has not reached as for one that it has passed. In a pool of
 
 from __future__ import annotations
 
-from numba import njit
-
 from foreload.backend.policy.rules import (
     BELADY,
     LFRU,
@@ -25,11 +23,12 @@ from foreload.backend.policy.rules import (
     Rules,
 )
 from foreload.backend.policy.state import KEPT, LAYER, N_UNFILLED, NEVER, STEP, WORST_UNKNOWN, PolicyState
+from foreload.compiled import uncounted
 
 _HASH_BITS = 0xFFFFFFFF
 
 
-@njit(cache=True)
+@uncounted
 def _mix(value: int) -> int:
     """A bijective hash of 32 bits whose products stay below 2**63, so that compiled and plain code agree."""
     value = ((value ^ (value >> 16)) * 0x45D9F3B) & _HASH_BITS
@@ -37,7 +36,7 @@ def _mix(value: int) -> int:
     return int(value ^ (value >> 16))
 
 
-@njit(cache=True)
+@uncounted
 def random_rank(step: int, layer: int, expert: int, seed: int = 0) -> int:
     """The expert's place in this step's random order, 32 bits."""
     value = _mix(((seed & 0x7FFFFFFF) * 0x9E3779B1 + expert) & _HASH_BITS)
@@ -45,20 +44,20 @@ def random_rank(step: int, layer: int, expert: int, seed: int = 0) -> int:
     return _mix(value ^ (layer & _HASH_BITS))
 
 
-@njit(cache=True)
+@uncounted
 def age(state: PolicyState, layer: int, expert: int) -> int:
     """Layer-steps of its layer since the expert was demanded; 0: in the last one."""
     last = state.last_step[layer, expert]
     return int(state.begun[layer] - last) if last >= 0 else NEVER
 
 
-@njit(cache=True)
+@uncounted
 def _utility(state: PolicyState, rules: Rules, layer: int, expert: int) -> int:
     done = state.begun[layer] == state.scalars[STEP] and layer != state.scalars[LAYER]
     return 0 if rules.reset_done and done else int(state.score[layer, expert])
 
 
-@njit(cache=True)
+@uncounted
 def _merit(state: PolicyState, rules: Rules, layer: int, expert: int) -> int:
     """What the order looks at first, except for `lfru`: the larger stays."""
     order = rules.eviction
@@ -75,7 +74,7 @@ def _merit(state: PolicyState, rules: Rules, layer: int, expert: int) -> int:
     return int(-(state.next_use[layer, expert] * state.status.shape[0] + layer))
 
 
-@njit(cache=True)
+@uncounted
 def compare(state: PolicyState, rules: Rules, layer_a: int, a: int, layer_b: int, b: int) -> int:
     """Above 0 if expert `a` stays rather than `b`, below 0 if `b` does, 0 if the order's own key is the same."""
     order = rules.eviction
@@ -91,13 +90,13 @@ def compare(state: PolicyState, rules: Rules, layer_a: int, a: int, layer_b: int
     return int(age_b - age_a)
 
 
-@njit(cache=True)
+@uncounted
 def distance(state: PolicyState, layer: int) -> int:
     """Layer-steps until `layer` computes; 0: it does now."""
     return int((layer - state.scalars[LAYER]) % state.status.shape[0])
 
 
-@njit(cache=True)
+@uncounted
 def prefers(state: PolicyState, rules: Rules, layer_a: int, a: int, layer_b: int, b: int) -> bool:
     """Whether expert `a` of `layer_a` stays rather than `b` of `layer_b`."""
     first = compare(state, rules, layer_a, a, layer_b, b)
@@ -108,7 +107,7 @@ def prefers(state: PolicyState, rules: Rules, layer_a: int, a: int, layer_b: int
     return a < b
 
 
-@njit(cache=True)
+@uncounted
 def worst_of_layer(state: PolicyState, rules: Rules, layer: int) -> int:
     """The resident of `layer` that goes first, or -1. Found again only after something in the layer has changed."""
     if state.worst[layer] == WORST_UNKNOWN:
@@ -122,7 +121,7 @@ def worst_of_layer(state: PolicyState, rules: Rules, layer: int) -> int:
     return int(state.worst[layer])
 
 
-@njit(cache=True)
+@uncounted
 def worst_kept(state: PolicyState, rules: Rules, layer: int, frozen: int = -1) -> int:
     """Key of the resident that makes room for an expert of `layer`, or -1; none of layer `frozen` does."""
     experts = state.status.shape[1]
@@ -137,7 +136,7 @@ def worst_kept(state: PolicyState, rules: Rules, layer: int, frozen: int = -1) -
     return found
 
 
-@njit(cache=True)
+@uncounted
 def has_room(state: PolicyState, rules: Rules, layer: int) -> bool:
     """Whether an expert of `layer` finds a persistent slot that nobody holds."""
     if rules.pool == POOL_SHARED:

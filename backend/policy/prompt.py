@@ -8,7 +8,6 @@ among the layers the chunk has reached; layers it has not reached are left alone
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from foreload.backend.policy.copies import enqueue, keep, release
@@ -25,9 +24,10 @@ from foreload.backend.policy.state import (
     PREFILL,
     PolicyState,
 )
+from foreload.compiled import uncounted
 
 
-@njit(cache=True)
+@uncounted
 def _chunk_prefers(state: PolicyState, rules: Rules, at: int, layer_a: int, a: int, layer_b: int, b: int) -> bool:
     """Whether a prompt at layer `at` keeps `a` rather than `b`; an oracle asks the future instead of the chunk."""
     if rules.eviction == BELADY:
@@ -41,7 +41,7 @@ def _chunk_prefers(state: PolicyState, rules: Rules, at: int, layer_a: int, a: i
     return a < b
 
 
-@njit(cache=True)
+@uncounted
 def look_up(state: PolicyState, layer: int, counts: NDArray[np.int32]) -> None:
     """Count the hits and misses of a prompt chunk's demand, counts [E] tokens."""
     for expert in range(len(counts)):
@@ -50,7 +50,7 @@ def look_up(state: PolicyState, layer: int, counts: NDArray[np.int32]) -> None:
             state.counters[PREFILL, layer, HITS if found else MISSES] += 1
 
 
-@njit(cache=True)
+@uncounted
 def prefill_targets(
     state: PolicyState, rules: Rules, layer: int, counts: NDArray[np.int32], target: NDArray[np.bool_]
 ) -> None:
@@ -58,11 +58,13 @@ def prefill_targets(
 
     counts [E] tokens per expert in that chunk; target [E] starts False and is set for them.
     """
-    state.prompt[layer] = counts
+    for expert in range(len(counts)):
+        state.prompt[layer, expert] = counts[expert]
     if rules.admission == ADMIT_NONE:
         return
     if rules.pool == POOL_SHARED:
-        target[:] = counts > 0
+        for expert in range(len(counts)):
+            target[expert] = counts[expert] > 0
         return
     for _ in range(state.capacity[layer]):
         best = -1
@@ -77,7 +79,7 @@ def prefill_targets(
         target[best] = True
 
 
-@njit(cache=True)
+@uncounted
 def prefill_fetch(state: PolicyState, layer: int, expert: int) -> bool:
     """Queue a prompt chunk's copy (or adopt one in flight); False if no staging slot is free: the wave is full."""
     if state.status[layer, expert] == IN_FLIGHT:
@@ -87,7 +89,7 @@ def prefill_fetch(state: PolicyState, layer: int, expert: int) -> bool:
     return spare > 0 and enqueue(state, layer, expert, DEMAND)
 
 
-@njit(cache=True)
+@uncounted
 def _victim(state: PolicyState, rules: Rules, layer: int, target: NDArray[np.bool_]) -> int:
     """Key of the resident that an expert of `layer` may replace, or -1."""
     experts = state.status.shape[1]
@@ -104,7 +106,7 @@ def _victim(state: PolicyState, rules: Rules, layer: int, target: NDArray[np.boo
     return victim
 
 
-@njit(cache=True)
+@uncounted
 def prefill_done(state: PolicyState, rules: Rules, layer: int, expert: int, target: NDArray[np.bool_]) -> None:
     """A fetched expert has served its chunk: it stays where the targets say so and there is room, or is dropped."""
     if not target[expert]:

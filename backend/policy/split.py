@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from foreload.backend.policy.rules import (
@@ -22,6 +21,7 @@ from foreload.backend.policy.rules import (
     Rules,
 )
 from foreload.backend.policy.state import PolicyState
+from foreload.compiled import uncounted
 
 
 class SplitCosts(NamedTuple):
@@ -47,7 +47,7 @@ class Load(NamedTuple):
     backlog_ns: int  # R: until those, and copies before them, are done
 
 
-@njit(cache=True)
+@uncounted
 def link_backlog_ns(in_flight: int, ahead: int, io_ns: int) -> int:
     """Expected time until the copies in flight and the `ahead` queued demand copies are done (the R of section 5).
 
@@ -57,12 +57,12 @@ def link_backlog_ns(in_flight: int, ahead: int, io_ns: int) -> int:
     return backlog - io_ns // 2 if in_flight > 0 else backlog
 
 
-@njit(cache=True)
+@uncounted
 def _at(table: NDArray[np.int64], count: int) -> int:
     return int(table[min(count, len(table) - 1)])
 
 
-@njit(cache=True)
+@uncounted
 def gpu_ns(fetched: int, load: Load, costs: SplitCosts) -> int:
     """End of the GPU's part: max(T_gpu(resident), R + n t_io + t_gpu(1))."""
     link = 0
@@ -71,20 +71,20 @@ def gpu_ns(fetched: int, load: Load, costs: SplitCosts) -> int:
     return max(_at(costs.gpu_ns, load.resident), link)
 
 
-@njit(cache=True)
+@uncounted
 def cpu_ns(experts: int, tokens: int, costs: SplitCosts) -> int:
     """End of the CPU's part: `experts` with `tokens` in all."""
     return _at(costs.cpu_ns, experts) + (tokens - experts) * costs.cpu_token_ns
 
 
-@njit(cache=True)
+@uncounted
 def objective_ns(fetched: int, left: int, left_tokens: int, load: Load, rules: Rules, costs: SplitCosts) -> int:
     """What is to be small: the end of both parts, or (`balance`) the time between their ends."""
     on_gpu, on_cpu = gpu_ns(fetched, load, costs), cpu_ns(left, left_tokens, costs)
     return abs(on_gpu - on_cpu) if rules.objective == BALANCE else max(on_gpu, on_cpu)
 
 
-@njit(cache=True)
+@uncounted
 def fetch_count(rules: Rules, tokens: NDArray[np.int32], load: Load, costs: SplitCosts) -> int:
     """How many absent experts to fetch, of any rule but `tau`; tokens [m] in their order, largest first.
 
@@ -116,7 +116,7 @@ def fetch_count(rules: Rules, tokens: NDArray[np.int32], load: Load, costs: Spli
     return best
 
 
-@njit(cache=True)
+@uncounted
 def fetch_level(
     rules: Rules, tokens: NDArray[np.int32], scores: NDArray[np.int32], load: Load, costs: SplitCosts
 ) -> int:
@@ -140,7 +140,7 @@ def fetch_level(
     return best
 
 
-@njit(cache=True)
+@uncounted
 def in_order(
     state: PolicyState, layer: int, experts: NDArray[np.int32], counts: NDArray[np.int32], missing: NDArray[np.int32]
 ) -> None:

@@ -63,6 +63,7 @@ class PolicyState(NamedTuple):
     rank: NDArray[np.int64]  # [S] their ranks; the smallest is issued first
     scalars: NDArray[np.int64]  # [N_SCALARS]
     counters: NDArray[np.int64]  # [3 phases, L, N_COUNTERS]
+    scratch: NDArray[np.int32]  # [3, E] of the function that runs: nothing is kept in it
 
 
 HISTORY = (
@@ -106,4 +107,5 @@ def new_state(
         rank=np.zeros(slots, np.int64),
         scalars=scalars,
         counters=np.zeros((3, layers, N_COUNTERS), np.int64),
+        scratch=np.zeros((3, experts), np.int32),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from foreload.backend.policy.ahead import prefetch_ahead
@@ -47,11 +46,12 @@ from foreload.backend.policy.state import (
     PolicyState,
 )
 from foreload.backend.policy.utility import update_utility
+from foreload.compiled import uncounted
 
 ACT_HIT, ACT_LATE, ACT_FETCH, ACT_CPU = 0, 1, 2, 3
 
 
-@njit(cache=True)
+@uncounted
 def enter(state: PolicyState, layer: int) -> None:
     """`layer` is the computing layer from now on; orders within it and the one before may be others then."""
     state.worst[state.scalars[LAYER]] = WORST_UNKNOWN
@@ -59,7 +59,7 @@ def enter(state: PolicyState, layer: int) -> None:
     state.scalars[LAYER] = layer
 
 
-@njit(cache=True)
+@uncounted
 def _look_up(state: PolicyState, layer: int, expert: int) -> int:
     """ACT_HIT, ACT_LATE, or ACT_FETCH for an absent expert; what is on its way becomes the demand's."""
     status, purpose = state.status[layer, expert], state.purpose[layer, expert]
@@ -82,7 +82,7 @@ def _look_up(state: PolicyState, layer: int, expert: int) -> int:
     return ACT_HIT if status == LANDED else ACT_LATE
 
 
-@njit(cache=True)
+@uncounted
 def _fetch(
     state: PolicyState,
     rules: Rules,
@@ -96,10 +96,12 @@ def _fetch(
 ) -> bool:
     """Share the absent experts out between link and CPU; False if no staging slot was left for a fetch."""
     in_order(state, layer, experts, counts, missing)
-    tokens = counts[missing]
+    tokens, scores = state.scratch[1, : len(missing)], state.scratch[2, : len(missing)]
+    for at in range(len(missing)):
+        tokens[at] = counts[missing[at]]
+        scores[at] = state.score[layer, experts[missing[at]]]
     fetched, tau = 0, 0
     if rules.miss == SPLIT_TAU:
-        scores = state.score[layer][experts[missing]]
         tau = fetch_level(rules, tokens, scores, load, costs)
         state.tau[layer] = tau
     else:
@@ -117,7 +119,7 @@ def _fetch(
     return True
 
 
-@njit(cache=True)
+@uncounted
 def demand(
     state: PolicyState,
     rules: Rules,
@@ -136,7 +138,7 @@ def demand(
     state.begun[layer] = state.scalars[STEP]
     commit_uploads(state, rules, layer)
     resident, late, ahead, absent = 0, 0, 0, 0
-    missing = np.empty(len(experts), np.int32)
+    missing = state.scratch[0]
     for i in range(len(experts)):
         expert = experts[i]
         queued = state.status[layer, expert] == QUEUED
@@ -163,14 +165,14 @@ def demand(
     return _fetch(state, rules, layer, experts, counts, missing[:absent], load, costs, action)
 
 
-@njit(cache=True)
+@uncounted
 def _room(state: PolicyState, reserve: int) -> bool:
     """Whether a copy nobody has demanded may take a slot and still leave `reserve` for the next layer-step."""
     spare = state.scalars[N_FREE] - state.scalars[N_UNFILLED]
     return bool(spare > 0 and spare + state.scalars[N_DEMAND_HELD] > reserve)
 
 
-@njit(cache=True)
+@uncounted
 def prefetch(state: PolicyState, rules: Rules, layer: int, predicted: NDArray[np.int32]) -> None:
     """Queue copies of the experts predicted for `layer`, best first (-1: none); cancel what is no longer predicted."""
     for expert in range(state.status.shape[1]):
@@ -192,7 +194,7 @@ def prefetch(state: PolicyState, rules: Rules, layer: int, predicted: NDArray[np
             state.counters[DECODE, layer, WASTED] -= 1
 
 
-@njit(cache=True)
+@uncounted
 def finish(
     state: PolicyState,
     rules: Rules,
@@ -224,7 +226,7 @@ def finish(
         _queue_uploads(state, rules, layer, experts, action)
 
 
-@njit(cache=True)
+@uncounted
 def _queue_uploads(
     state: PolicyState, rules: Rules, layer: int, experts: NDArray[np.int32], action: NDArray[np.int8]
 ) -> None:
@@ -245,7 +247,7 @@ def _queue_uploads(
         enqueue(state, layer, best, UPLOAD)
 
 
-@njit(cache=True)
+@uncounted
 def end_step(state: PolicyState) -> None:
     """All layers of a decode step are done: the first one is next."""
     state.scalars[STEP] += 1

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 
-from numba import njit
-
 from foreload.backend.policy.rules import ADAPT_FLOORED, ADAPT_OFF, LEVEL, Rules
 from foreload.backend.policy.state import STEP, PolicyState
+from foreload.compiled import uncounted
 
 
 def start_boundary(gamma: int) -> float:
@@ -20,7 +19,7 @@ def start_boundary(gamma: int) -> float:
     return max(0.5, gamma / 2)
 
 
-@njit(cache=True)
+@uncounted
 def adapted(theta: float, change: int, rules: Rules) -> float:
     """The boundary after a change of `change` > 0 in its direction; floored as published, or real-valued."""
     if rules.adapt == ADAPT_OFF:
@@ -29,7 +28,7 @@ def adapted(theta: float, change: int, rules: Rules) -> float:
     return float(math.floor(value)) if rules.adapt == ADAPT_FLOORED else value
 
 
-@njit(cache=True)
+@uncounted
 def update_utility(state: PolicyState, rules: Rules, layer: int) -> None:
     """Take in the demand of the layer-step that is ending."""
     now = state.scalars[STEP]

@@ -12,7 +12,7 @@ from foreload.backend.policy import copies, prompt, step
 from foreload.backend.policy.rules import Rules
 from foreload.backend.policy.split import SplitCosts
 from foreload.backend.policy.state import KEPT, N_IN_FLIGHT, N_QUEUED, PolicyState
-from foreload.compiled import drop_stale_caches
+from foreload.compiled import drop_stale_caches, uncounted
 from foreload.simulator.compiled import machine as mach
 from foreload.simulator.compiled.machine import (
     ASYNCHRONOUS,
@@ -59,7 +59,6 @@ from foreload.simulator.compiled.machine import (
     run_until_host,
     spend,
     start_job,
-    uncounted,
     waited,
 )
 

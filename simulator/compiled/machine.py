@@ -7,33 +7,18 @@ order in which they were scheduled. The host's code is straight-line: where it m
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from foreload.backend.policy import copies
 from foreload.backend.policy.state import N_IN_FLIGHT, N_QUEUED, PolicyState
-from foreload.compiled import drop_stale_caches
+from foreload.compiled import drop_stale_caches, uncounted
 from foreload.simulator.costs import SCALE
 
 drop_stale_caches(Path(__file__).parent, Path(copies.__file__).parent)
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def uncounted(function: F) -> F:
-    """Compile a function that makes no array, without counting references.
-
-    Structures of many arrays go from function to function here; counting references to each of them at every call took
-    more time than the functions.
-    """
-    compiled: F = cast(Any, njit)(cache=True, _nrt=False)(function)
-    return compiled
-
 
 LINK, CPU, GPU = 0, 1, 2
 
