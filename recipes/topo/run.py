@@ -1,6 +1,6 @@
 """Train, calibrate, record and measure `topo` in one run, within a deadline.
 
-    python -m recipes.topo.run --data .build/corpus --tokenizer foreload/assets/mini --out OUT --deadline-minutes 9.5
+    python -m recipes.topo.run --data .build/corpus --tokenizer foreload/assets/mini --out OUT --deadline-minutes 14
 
 OUT/weights/ is a Hugging Face folder, OUT/samples/ the recordings with their cards, OUT/topo.json every figure,
 OUT/profile.txt where a training step's time goes. `--bundle DIR` gets topo.json, profile.txt and the recordings in
@@ -60,7 +60,7 @@ class Scale:
     measure: evaluate.Sizes
 
 
-FULL = Scale("topo", Plan(), 390.0, 130.0, (32, 512), 2_000_000, 25.0, 8192, evaluate.Sizes())
+FULL = Scale("topo", Plan(), 390.0, 240.0, (8, 512), 2_000_000, 80.0, 4096, evaluate.Sizes())
 TINY = Scale("tiny_topo", Plan.tiny(), 6.0, 20.0, (4, 128), 4096, 2.0, 256, evaluate.Sizes.tiny())
 
 
@@ -147,9 +147,14 @@ class Run:
         return model
 
     def loaded(self) -> Model:
-        """Earlier weights of the same shape instead of training."""
+        """Earlier weights of the same shape instead of training, and what the run that trained them said of it."""
         model = load_folder(self.config, self.args.weights)
         self.result["weights_sha256"] = sha256(self.args.weights / "model.safetensors")
+        earlier = self.args.weights.parent / "topo.json"
+        if earlier.exists():
+            said = json.loads(earlier.read_text(encoding="utf-8"))
+            if said.get("weights_sha256") == self.result["weights_sha256"]:
+                self.result |= {key: said[key] for key in ("training", "profile") if key in said}
         export(self.config, model, self.args.tokenizer, self.out / "weights")
         return model
 
@@ -244,7 +249,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--bundle", type=Path, help="folder of the files to carry away (default OUT/bundle)")
     parser.add_argument("--weights", type=Path, help="an earlier OUT/weights: no training")
-    parser.add_argument("--deadline-minutes", type=float, default=9.5)
+    parser.add_argument("--deadline-minutes", type=float, default=14.0)
     parser.add_argument("--train-minutes", type=float, default=0.0, help="at most so long (default 6.5)")
     parser.add_argument("--verify-temperature", type=float, default=0.0, help="0 (default): greedy verification")
     parser.add_argument("--tiny", action="store_true")
