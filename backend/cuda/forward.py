@@ -57,6 +57,7 @@ class FastForward(Forward):
         self._dtype = self.decoder.embedding.dtype
         self._number = 0  # of the step
         self._rows = 0
+        self.behaviours = BEHAVIOURS
         self._programs: dict[tuple[int, Behaviour], Program] = {}
         self._waves: tuple[int, ...] = ()
         self._resident_at: NDArray[np.int32] | None = None  # slots that the device's table of addresses shows
@@ -97,7 +98,7 @@ class FastForward(Forward):
     def _forget_old(self, behaviour: Behaviour) -> None:
         """Keep graphs of a few behaviours only."""
         known = list(dict.fromkeys(which for _, which in self._programs))
-        if behaviour in known or len(known) < BEHAVIOURS:
+        if behaviour in known or len(known) < self.behaviours:
             return
         for key in [key for key in self._programs if key[1] == known[0]]:
             for executable in self._programs.pop(key).executables():

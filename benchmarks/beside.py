@@ -1,0 +1,249 @@
+"""Settings measured on an engine that replays a recording, and beside it what the simulator says of the same steps.
+
+A cell starts from caches that hold what the rest of its recording uses most, runs some steps that are not timed, and
+then those that are. Simulations need no engine: `simulate_rows` adds or renews them in rows that were measured before.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from benchmarks.decode_rows import measure_rates
+from benchmarks.workloads import Case, Engines, Way, Workload
+from foreload.backend.cuda.forward import FastForward
+from foreload.backend.engine import Engine
+from foreload.backend.policy import Counter
+from foreload.backend.policy.state import DECODE
+from foreload.backend.replay import Replay
+from foreload.errors import ForeloadError
+from foreload.machine import cpu_name, machine_name, software
+from foreload.profiler.schema import HardwareProfile
+from foreload.settings import Settings
+from foreload.shape import ModelShape
+from foreload.simulator.compiled import simulate
+from foreload.simulator.costs import CostModel, split_costs
+
+PROFILE = "profile-h200-qwen3-30b-a3b.json"
+BEHAVIOURS = 24
+"""Captured graphs to keep: cells take turns, and none should wait for a capture twice."""
+FIRST_S = 4.0
+"""What a cell is taken to need before any has run."""
+
+
+@dataclass
+class Cell:
+    """One setting on one workload at one context, and its repeats; `refused` says why there are none."""
+
+    name: str
+    workload: str
+    settings: Settings
+    context: int
+    ratio: float | None = None
+    case: Case | None = None
+    capacity: tuple[int, ...] = ()
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    left_out: int = 0  # repeats for which there was no time
+    refused: str = ""
+
+
+def find_costs(engine: Engine, out: Path) -> CostModel | None:
+    """The cost model of the profile in `out`, by which the engine then decides.
+
+    None if there is no profile: the engine then decides by rates measured now.
+    """
+    path = out / PROFILE
+    if not path.exists():
+        rates = measure_rates(engine).costs(engine)
+        engine.use_costs(lambda _: rates)
+        return None
+    costs = CostModel(HardwareProfile.load(path), engine.shape, engine.dtype_name)
+    engine.use_costs(lambda wanted: split_costs(costs, engine.shape, wanted))
+    return costs
+
+
+class Beside:
+    """Measures cells on one engine until a time on the monotonic clock."""
+
+    def __init__(self, engine: Engine, workloads: Sequence[Workload], until: float) -> None:
+        self.engine, self.until = engine, until
+        self._workloads = {one.name: one for one in workloads}
+        self._recorded: dict[tuple[str, Way, str], Replay] = {}
+        self._starts = {one.name: one.start for one in workloads}
+        self._seconds: list[float] = []
+        if isinstance(engine.forward, FastForward):
+            engine.forward.behaviours = BEHAVIOURS
+
+    def round(self, cells: Iterable[Cell]) -> None:
+        """Each cell once, as far as there is time."""
+        for cell in cells:
+            others = 2 * median(self._seconds) if self._seconds else FIRST_S
+            needed = 1.2 * cell.runs[-1]["seconds"] if len(cell.runs) > 1 else others
+            if cell.refused:
+                continue
+            if time.monotonic() + needed > self.until:
+                cell.left_out += 1
+                continue
+            try:
+                self._run(cell)
+            except ForeloadError as error:
+                cell.refused = str(error)
+
+    def _run(self, cell: Cell) -> None:
+        engine, begun = self.engine, time.monotonic()
+        workload = self._workloads[cell.workload]
+        if cell.case is None:
+            cell.case = workload.case(cell.settings, Engines(engine.calibrated, engine.drafts.name))
+        case = cell.case
+        key = (cell.workload, case.way, case.settings.draft.kind)
+        if key not in self._recorded:
+            trace = workload.drafted(case.way, case.settings)
+            self._recorded[key] = Replay(trace, engine.shape, engine.device)
+        recorded = self._recorded[key]
+        with engine.replaying(recorded):
+            engine.warm_by(self._starts[cell.workload])
+            engine.apply(case.settings)
+            engine.reset_cache()
+            request = recorded.requests()[0]
+            before = engine.replay(recorded, request, case.warm, cell.context)
+            done = engine.replay(recorded, request, case.steps, cell.context + before.decode_tokens, case.warm)
+        cell.capacity = engine.capacity
+        seconds = time.monotonic() - begun
+        self._seconds.append(seconds)
+        cell.runs.append(
+            {
+                "tpot_ms": done.tpot_ms,
+                "step_us": [step.duration_ns // 1000 for step in done.steps],
+                "emitted": [step.emitted for step in done.steps],
+                "counters": _named(done.counters[DECODE].sum(axis=0)),
+                "seconds": seconds,
+            }
+        )
+
+
+def _named(counters: NDArray[np.int64]) -> dict[str, int]:
+    return {counter.name.lower(): int(counters[counter]) for counter in Counter}
+
+
+def row(cell: Cell, engine: Engine) -> dict[str, Any]:
+    """What a cell is and what was measured, for JSON."""
+    found: dict[str, Any] = {
+        "name": cell.name,
+        "workload": cell.workload,
+        "cache_ratio": cell.ratio,
+        "context": cell.context,
+        "settings": cell.settings.model_dump(mode="json", exclude_defaults=True),
+        "left_out": cell.left_out,
+        "refused": cell.refused,
+    }
+    case = cell.case
+    if case is None or not cell.runs:
+        return found
+    counted = cell.runs[-1]["counters"]
+    tokens = sum(cell.runs[-1]["emitted"])
+    demanded = counted["hits"] + counted["late"] + counted["misses"]
+    times = [run["tpot_ms"] for run in cell.runs]
+    copied = counted["fetched"] + counted["prefetched"] + counted["uploaded"]
+    return found | {
+        "ran": case.settings.model_dump(mode="json", exclude_defaults=True),
+        "way": asdict(case.way),
+        "assumed": list(case.assumed),
+        "warm_steps": case.warm,
+        "steps": case.steps,
+        "tokens": tokens,
+        "tokens_per_step": tokens / case.steps,
+        "slots": sum(cell.capacity),
+        "capacity": list(cell.capacity),
+        "tpot_ms": median(times),
+        "spread_pct": 100 * (max(times) / min(times) - 1),
+        "hit_rate": counted["hits"] / demanded if demanded else None,
+        "late_rate": counted["late"] / demanded if demanded else None,
+        "cpu_rate": counted["on_cpu"] / demanded if demanded else None,
+        "experts_per_layer_step": demanded / case.steps / engine.shape.n_moe_layers,
+        "copied_bytes_per_token": copied * engine.expert_bytes / tokens,
+        "cpu_bytes_per_token": counted["on_cpu"] * engine.expert_bytes / tokens,
+        "runs": cell.runs,
+    }
+
+
+def simulate_rows(
+    rows: Iterable[dict[str, Any]], workloads: Sequence[Workload], costs: CostModel, until: float = float("inf")
+) -> None:
+    """Add to each measured row what is simulated for the same steps, or why nothing is, until a monotonic time."""
+    named = {one.name: one for one in workloads}
+    for one in rows:
+        if "ran" not in one or time.monotonic() > until:
+            continue
+        try:
+            one["simulated"] = simulated(one, named[one["workload"]], costs)
+            one["error_pct"] = 100 * (one["simulated"]["tpot_ms"] / one["tpot_ms"] - 1)
+            told = [(counters["fetched"], counters["on_cpu"], counters["hits"]) for counters in _counted(one)]
+            one["same_counts"] = told[0] == told[1]
+        except ForeloadError as error:
+            one["simulated"], one["error_pct"] = {"refused": str(error)}, None
+
+
+def _counted(one: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
+    """What the last repeat counted, and what the simulation did."""
+    return one["runs"][-1]["counters"], one["simulated"]["counters"]
+
+
+def costs_of(path: Path) -> CostModel:
+    """The cost model of a profile, for the shape and type it was measured with."""
+    profile = HardwareProfile.load(path)
+    return CostModel(profile, ModelShape.from_fields(profile.meta.shape), profile.meta.dtype)
+
+
+def simulated(one: Mapping[str, Any], workload: Workload, costs: CostModel) -> dict[str, Any]:
+    """The timed steps of a row: those of all its steps without those of its first ones."""
+    settings, way = Settings.parse(one["ran"]), Way(**one["way"])
+    trace = workload.drafted(way, settings)
+    starts = trace.step_starts()
+    trace = replace(trace, position=trace.position - trace.position[0] + np.int32(one["context"]))
+
+    def run(steps: int) -> Any:
+        part = trace.take(slice(0, int(starts[steps])))
+        capacity = tuple(one["capacity"])
+        return simulate(part, costs, workload.shape, settings, capacity, warm=workload.start)
+
+    whole = run(one["warm_steps"] + one["steps"])
+    if not one["warm_steps"]:
+        tokens, total, times, counters = whole.tokens, whole.total_ns, dict(whole.time_ns), whole.counters
+    else:
+        before = run(one["warm_steps"])
+        tokens, total = whole.tokens - before.tokens, whole.total_ns - before.total_ns
+        times = {kind: ns - before.time_ns.get(kind, 0) for kind, ns in whole.time_ns.items()}
+        counters = whole.counters - before.counters
+    return {
+        "tpot_ms": total / tokens / 1e6,
+        "time_per_token_ms": {kind: ns / tokens / 1e6 for kind, ns in sorted(times.items())},
+        "counters": _named(counters[DECODE].sum(axis=0)),
+        "sources": dict(whole.sources),
+    }
+
+
+def provenance(engine: Engine, workloads: Sequence[Workload]) -> dict[str, Any]:
+    """Where rows come from, for JSON."""
+    on_gpu = engine.options.device == "cuda"
+    return {
+        "model": engine.checkpoint.name,
+        "device": torch.cuda.get_device_name() if on_gpu else cpu_name(),
+        "machine": machine_name(),
+        "software": software(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "path": engine.path,
+        "dtype": engine.dtype_name,
+        "expert_bytes": engine.expert_bytes,
+        "emulated_link_bytes_per_s": engine.options.link_bytes_per_s,
+        "routing": {one.name: one.source for one in workloads},
+        "starts_with": "the experts that the rest of the recording uses most",
+    }

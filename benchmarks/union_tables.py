@@ -1,0 +1,48 @@
+"""The rows of `benchmarks.union_h200` as Markdown: one table for each workload, settings by cache size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def markdown(found: Mapping[str, Any]) -> str:
+    """Milliseconds per token, measured and (simulated), and under them what no setting can beat."""
+    parts = [f"{found['model']} on {found['device']}, {found['date']}, decode steps: {found['path']}\n"]
+    for name, source in found["routing"].items():
+        rows = [one for one in found["rows"] if one["workload"] == name]
+        if rows:
+            parts.append(
+                f"\nRouting `{name}` ({source}); ms per token measured (simulated)\n\n" + _table(found, name, rows)
+            )
+    assumed: dict[str, list[str]] = {}
+    for one in found["rows"]:
+        for what in one.get("assumed", ()):
+            assumed.setdefault(what, []).append(one["name"])
+    for what, names in assumed.items():
+        parts.append(f"\nAssumed for {', '.join(dict.fromkeys(names))}: {what}.\n")
+    refused = {f"{one['name']}: {one['refused']}" for one in found["rows"] if one["refused"]}
+    parts += [f"\nNot run: {what}.\n" for what in sorted(refused)]
+    return "".join(parts)
+
+
+def _table(found: Mapping[str, Any], name: str, rows: list[dict[str, Any]]) -> str:
+    ratios = sorted({one["cache_ratio"] for one in rows})
+    names = list(dict.fromkeys(one["name"] for one in rows))
+    lines = [f"| settings | {' | '.join(f'cache {ratio:g}' for ratio in ratios)} |", "|---|" + "---:|" * len(ratios)]
+    for setting in names:
+        cells = {one["cache_ratio"]: _cell(one) for one in rows if one["name"] == setting}
+        lines.append(f"| {setting} | {' | '.join(cells.get(ratio, '') for ratio in ratios)} |")
+    bounds = found.get("bounds", {}).get(name, {})
+    for title, key in (("bound: link and CPU", "link_ms"), ("every expert resident (simulated)", "resident_ms")):
+        if bounds:
+            shown = [f"{bounds[str(ratio)][key]:.2f}" if str(ratio) in bounds else "" for ratio in ratios]
+            lines.append(f"| {title} | {' | '.join(shown)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(one: Mapping[str, Any]) -> str:
+    if "tpot_ms" not in one:
+        return "refused" if one["refused"] else "no time"
+    simulated = one.get("simulated", {}).get("tpot_ms")
+    return f"{one['tpot_ms']:.2f}" + (f" ({simulated:.2f})" if simulated is not None else "")
