@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from random import Random
 from statistics import median
 
 import numpy as np
@@ -50,6 +51,11 @@ class Measured:
         return median(self.tpot_ns) / 1e6
 
     @property
+    def ttft_ms(self) -> float:
+        """Median over the repetitions of the mean time to the first token."""
+        return median(self.ttft_ns) / 1e6
+
+    @property
     def hit_rate(self) -> float:
         """Experts resident when demanded, of all demanded in decode."""
         demanded = self.count(Counter.HITS) + self.count(Counter.LATE) + self.count(Counter.MISSES)
@@ -93,23 +99,27 @@ def measure(
     settings: Sequence[Settings],
     repeats: int,
     progress: Callable[[int, int], None] | None = None,
+    seed: int | None = None,
 ) -> list[Measured]:
     """Run the recorded requests `numbers` under each of `settings`, `repeats` times, settings taking turns.
 
-    Each turn starts with an empty cache, like a simulation. The engine keeps the last settings it was given before.
+    With a `seed` each round of turns has an order of its own, drawn by it. Each turn starts with an empty cache, like a
+    simulation. The engine keeps the last settings it was given before.
     """
     requests = recorded_requests(trace, engine, numbers)
     sampling = recorded_sampling(trace)
     before = engine.settings
-    found: list[Measured] = []
+    found = [Measured(one, ()) for one in settings]
+    rng, order = Random(seed), list(range(len(settings)))
     try:
         for turn in range(repeats * len(settings)):
-            at = turn % len(settings)
-            engine.apply(settings[at])
+            if seed is not None and turn % len(settings) == 0:
+                rng.shuffle(order)
+            into = found[order[turn % len(settings)]]
+            engine.apply(into.settings)
             engine.reset_cache()
-            if turn < len(settings):
-                found.append(Measured(settings[at], engine.capacity))
-            _turn(engine, requests, sampling, found[at])
+            into.capacity = engine.capacity
+            _turn(engine, requests, sampling, into)
             if progress is not None:
                 progress(turn + 1, repeats * len(settings))
     finally:

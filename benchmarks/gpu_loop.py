@@ -136,7 +136,7 @@ def main() -> None:
     summary["validate"] = checked["summary"]
     write_json(out / "summary.json", summary)
     for row in checked["rows"]:
-        print(row["settings"], *(f"{row[k]:.3f}" for k in ("predicted_ms", "measured_ms", "spread_pct", "error_pct")))
+        print(row["settings"], *(f"{row[k]:.3f}" for k in ("predicted_tpot_ms", "measured_tpot_ms", "error_pct")))
     print(json.dumps(checked["summary"]))
 
 

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 import pandas as pd
 from markupsafe import Markup
 
 import foreload
 from foreload.dashboard import svg
+from foreload.dashboard.pages import page_environment
 from foreload.files import write_text
 from foreload.simulator.curves import Curves, slot_points
 from foreload.traces.statistics import Statistics
@@ -41,14 +41,7 @@ POLICY_NAMES = {"belady": "best possible (Belady)", "static": "static (this reco
 
 def render_analysis(path: Path, found: Statistics, curves: Curves, out: Path) -> None:
     """Write the page about the recording `path` to `out`, atomically; FileError if it cannot be written."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    write_text(Path(out), environment.get_template(TEMPLATE).render(view(path, found, curves)))
+    write_text(Path(out), page_environment().get_template(TEMPLATE).render(view(path, found, curves)))
 
 
 def view(path: Path, found: Statistics, curves: Curves) -> dict[str, Any]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from markupsafe import Markup
 
 import foreload
 from foreload.dashboard import svg
+from foreload.dashboard.pages import page_environment
 from foreload.dashboard.result import Candidate, Outcome, Run, RunResult, load_run
 from foreload.files import write_text
 from foreload.profiler.schema import HardwareProfile, Measurement
@@ -56,13 +56,7 @@ def render_report(run: Run | Path, out: Path) -> None:
 
 def render(run: Run) -> str:
     """The page as text."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = page_environment()
     environment.filters["ms"] = _ms
     environment.filters["bytes"] = format_bytes
     environment.filters["percent"] = _percent

@@ -194,3 +194,53 @@ def _path(name: str, points: Sequence[tuple[float, float]], colour: str, dash: s
         pen = known
     drawn = f'fill="none" stroke="{colour}" stroke-width="2" stroke-linejoin="round" stroke-linecap="round"{dash}'
     return f'<path d="{" ".join(parts)}" {drawn}><title>{escape(name)}</title></path>'
+
+
+@dataclass(frozen=True)
+class Dot:
+    """One point of a scatter: measured `x` and predicted `y`, both above 0, and its group."""
+
+    x: float
+    y: float
+    group: str
+    tip: str
+
+
+def scatter(title: str, dots: Sequence[Dot], x_name: str, y_name: str) -> str:
+    """Points on logarithmic axes of one range, coloured by group, about the line where both are equal."""
+    left, top, right, side = 66, 12, 16, 460
+    low, high = min(min(d.x, d.y) for d in dots) / 1.15, max(max(d.x, d.y) for d in dots) * 1.15
+    width, span = WIDTH - left - right, log10(high / low)
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        return left + width * log10(x / low) / span, top + side * (1 - log10(y / low) / span)
+
+    body = []
+    for value in decades(low, high):
+        x, y = place(value, value)
+        body.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{top + side}" stroke="{_RULE}"/>')
+        body.append(f'<line x1="{left}" x2="{WIDTH - right}" y1="{y:.1f}" y2="{y:.1f}" stroke="{_RULE}"/>')
+        body.append(_text(x, top + side + 18, f"{value:g}", "middle", _GREY, 12))
+        body.append(_text(left - 6, y + 4, f"{value:g}", "end", _GREY, 12))
+    (x1, y1), (x2, y2) = place(low, low), place(high, high)
+    body.append(
+        f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{_GREY}" stroke-dasharray="5 4"/>'
+    )
+    groups = list(dict.fromkeys(sorted(dot.group for dot in dots)))
+    colours = dict(zip(groups, (LINES * len(groups))[: len(groups)], strict=True))
+    for dot in dots:
+        x, y = place(dot.x, dot.y)
+        body.append(
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colours[dot.group]}" fill-opacity=".75" stroke="#fff">'
+            f"<title>{escape(dot.tip)}</title></circle>"
+        )
+    body.append(_text(WIDTH - right, top + side + 36, x_name, "end", _GREY, 12))
+    body.append(_text(left + 6, top + 14, y_name, "start", _GREY, 12))
+    return _svg(WIDTH, top + side + 36 + _legend(body, colours, top + side + 54), title, body)
+
+
+def decades(low: float, high: float) -> list[float]:
+    """1, 2 and 5 of every power of ten between two values."""
+    first, last = floor(log10(low)), floor(log10(high))
+    found = [float(f"{m}e{power}") for power in range(first, last + 1) for m in (1, 2, 5)]
+    return [value for value in found if low <= value <= high]

@@ -44,6 +44,7 @@ With a calibration also `predict_NAME` at `depth`, for every other predictor NAM
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -126,6 +127,11 @@ class HardwareProfile(BaseModel):
     def save(self, path: Path) -> None:
         """Write as JSON, atomically."""
         write_text(path, self.model_dump_json(indent=1) + "\n")
+
+    @property
+    def digest(self) -> str:
+        """A hash of everything in it, to say which profile a prediction is of."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
 
     def points(self, probe: str, **fixed: int) -> list[Measurement]:
         """Measurements of `probe` whose coordinates include `fixed`; FileError if there is none."""

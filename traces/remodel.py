@@ -148,6 +148,15 @@ def better_of(trace: Trace, names: Sequence[str], as_name: str, rows: slice) -> 
     return _with_predictions(trace, {**trace.predictions, (as_name, 1): chosen}, "")
 
 
+def as_deep(trace: Trace, name: str, depth: int) -> Trace:
+    """With predictions of `name` at `depth`: those one layer ahead, as if they had been made that much earlier."""
+    table = trace.predictions[name, 1].copy()
+    table[:, :depth] = -1
+    return _with_predictions(
+        trace, {**trace.predictions, (name, depth): table}, f"predictions of {name} no worse {depth} layers ahead"
+    )
+
+
 def _recall(trace: Trace, table: NDArray[np.int16], rows: slice, at: int) -> float:
     true, guessed = trace.experts[rows, at], table[rows, at, : trace.meta.top_k]
     return float((true[:, :, None] == guessed[:, None, :]).any(axis=2).mean())

@@ -228,7 +228,7 @@ def front(
 
 def scatter(rows: Sequence[Mapping[str, Any]]) -> go.Figure:
     """Predicted against measured time per token; on the dashed line a prediction is exact."""
-    every = [row[name] for row in rows for name in ("predicted_ms", "measured_ms")]
+    every = [row[name] for row in rows for name in ("predicted_tpot_ms", "measured_tpot_ms")]
     low, high = min(every) / 1.15, max(every) * 1.15
     figure = go.Figure()
     figure.add_scatter(
@@ -240,8 +240,8 @@ def scatter(rows: Sequence[Mapping[str, Any]]) -> go.Figure:
         hoverinfo="skip",
     )
     figure.add_scatter(
-        x=[row["measured_ms"] for row in rows],
-        y=[row["predicted_ms"] for row in rows],
+        x=[row["measured_tpot_ms"] for row in rows],
+        y=[row["predicted_tpot_ms"] for row in rows],
         mode="markers",
         name="a setting",
         marker={"size": 9, "color": CHOSEN, "line": {"width": 1, "color": "white"}},

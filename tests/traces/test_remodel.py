@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 from foreload.errors import MismatchError, UsageError
 from foreload.shape import ModelShape
 from foreload.traces.io import read_trace
-from foreload.traces.remodel import acceptance, better_of, executing, of_shape, renamed, with_windows, without_windows
+from foreload.traces.remodel import (
+    acceptance,
+    as_deep,
+    better_of,
+    executing,
+    of_shape,
+    renamed,
+    with_windows,
+    without_windows,
+)
 from foreload.traces.schema import DRAFT_VERIFY, PREFILL, PredictionColumn, Trace
 
 MakeTrace = Callable[..., Trace]
@@ -138,3 +147,14 @@ def test_predictions_under_other_names_and_the_better_per_layer(make_trace: Make
     assert alone.meta.predictions == (GATE,)
     assert np.array_equal(alone.predictions["gate", 1], mixed.predictions["hybrid", 1])
     assert "predictions of hybrid as gate" in alone.meta.source
+
+
+@pytest.mark.unit
+def test_predictions_made_earlier_than_they_were(make_trace: MakeTrace) -> None:
+    """The same lists for a layer, none for layers that nothing so far ahead could name; the source says so."""
+    trace = make_trace(predictions=[GATE])
+    found = as_deep(trace, "gate", 2)
+    assert (found.predictions["gate", 2][:, 2:] == trace.predictions["gate", 1][:, 2:]).all()
+    assert (found.predictions["gate", 2][:, :2] == -1).all()
+    assert [(p.predictor, p.depth) for p in found.meta.predictions] == [("gate", 1), ("gate", 2)]
+    assert "assumed: predictions of gate no worse 2 layers ahead" in found.meta.source

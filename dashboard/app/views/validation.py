@@ -11,7 +11,7 @@ import streamlit as st
 from foreload.dashboard.app import figures, labels
 from foreload.dashboard.app.view import View
 
-NEEDED = {"settings", "predicted_ms", "measured_ms", "error_pct", "spread_pct"}
+NEEDED = {"settings", "predicted_tpot_ms", "measured_tpot_ms", "error_pct", "measured_spread_pct"}
 
 
 def page(view: View) -> None:
@@ -38,17 +38,19 @@ def page(view: View) -> None:
         f"{found['model']} on {found['machine']}{link}, {found['profile_date'][:10]}; measured: median of "
         f"{found['repeats']} turns {labels.badge('measured', 'simulated')}"
     )
-    table = pd.DataFrame(rows)[["settings", "predicted_ms", "measured_ms", "error_pct", "spread_pct"]]
+    table = pd.DataFrame(rows)[
+        ["settings", "predicted_tpot_ms", "measured_tpot_ms", "error_pct", "measured_spread_pct"]
+    ]
     number = st.column_config.NumberColumn
     st.dataframe(
         table.sort_values("error_pct", key=abs, ascending=False),
         hide_index=True,
         column_config={
             "settings": st.column_config.TextColumn("settings", width="large"),
-            "predicted_ms": number("predicted, ms", format="%.3f"),
-            "measured_ms": number("measured, ms", format="%.3f"),
+            "predicted_tpot_ms": number("predicted, ms", format="%.3f"),
+            "measured_tpot_ms": number("measured, ms", format="%.3f"),
             "error_pct": number("error, %", format="%+.1f"),
-            "spread_pct": number("spread of turns, %", format="%.1f"),
+            "measured_spread_pct": number("spread of turns, %", format="%.1f"),
         },
     )
 

@@ -1,0 +1,240 @@
+"""Predicted beside measured on a full-size shape: 48 settings, simulated from the profile alone, measured by turns.
+
+    python -m benchmarks.validate_h200 --out DIR [--model shape:qwen3-30b-a3b] [--trace FILE] [--device cuda]
+        [--profile FILE] [--minutes 4]
+
+Everything is predicted before anything is measured. Then come rounds over all settings, in an order drawn by a seed
+(settings that launch the same graphs stay together). Writes DIR/validate-h200.json, a list of rows, after every round,
+and DIR/validate-h200-summary.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any
+
+from benchmarks.decode import workload as made_up
+from benchmarks.replayed import Bench, Lengths, Predicted, Run, Trial, Workload, predict, shown, workload
+from benchmarks.validate_grid import GAMMA, trials
+from foreload.backend.engine import Engine, EngineOptions
+from foreload.backend.models.checkpoint import Checkpoint
+from foreload.errors import ForeloadError
+from foreload.files import write_json
+from foreload.profiler.run import profile as measure_profile
+from foreload.profiler.schema import HardwareProfile
+from foreload.settings import Settings, slot_counts, staging_slots
+from foreload.simulator.costs import CostModel
+from foreload.simulator.validation import Comparison, compare, summarise
+from foreload.traces.io import read_trace
+from foreload.traces.schema import Trace
+
+NAME = "validate-h200"
+PROFILE = "profile-h200-qwen3-30b-a3b.json"
+CONTEXT, SEED, ROUNDS = 1024, 0, 4
+
+
+@dataclass
+class Cell:
+    """A trial with what was predicted and every repeat."""
+
+    trial: Trial
+    predicted: Predicted
+    runs: list[Run] = field(default_factory=list)
+
+    @property
+    def behaviour(self) -> str:
+        """What decides which graphs are launched."""
+        settings = self.trial.settings
+        return f"{settings.draft.gamma} {settings.prefetch_depth} {settings.miss_action != 'fetch'}"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to run: decode lengths, the position they begin at, rounds, and when to stop (monotonic seconds)."""
+
+    lengths: Lengths = field(default_factory=Lengths)
+    context: int = CONTEXT
+    rounds: int = ROUNDS
+    until: float = float("inf")
+
+
+def profile_of(engine: Engine, out: Path) -> HardwareProfile:
+    """The profile in the output folder; where there is none, one is measured and put there."""
+    path = out / PROFILE
+    if not path.exists():
+        measure_profile(engine).save(path)
+    return HardwareProfile.load(path)
+
+
+def routing_of(routing: Mapping[str, Trace]) -> Trace:
+    """The recording to replay: of the trained model, if there is one."""
+    return routing["topo"] if "topo" in routing else next(iter(routing.values()))
+
+
+def works_of(trace: Trace, engine: Engine, wanted: Wanted) -> dict[int, Workload]:
+    """The recording as it is replayed without drafts and with them."""
+    return {gamma: workload(trace, engine.shape, wanted.context, wanted.lengths, gamma) for gamma in (0, GAMMA)}
+
+
+class Rounds:
+    """Cells measured by turns until a time; what did not fit or was refused is said."""
+
+    def __init__(self, bench: Bench, cells: Sequence[Cell], until: float) -> None:
+        self._bench, self._until = bench, until
+        self.cells = list(cells)
+        self.left_out: list[str] = []
+        self._overhead_s = 1.0  # of a turn beyond its steps, the longest so far
+
+    def turn(self, cells: Sequence[Cell], number: int) -> bool:
+        """One repeat of each, in an order of its own; False if the time was over."""
+        for cell in self._order(cells, number):
+            work = self._bench.work(cell.trial)
+            expected_s = sum(work.emitted) * cell.predicted.figures.tpot_ns / 1e9
+            if time.monotonic() + 1.3 * expected_s + self._overhead_s > self._until:
+                self.left_out.append(f"turn {number}: {cell.trial.describe()}: no time left")
+                continue
+            begun = time.monotonic()
+            try:
+                cell.runs.append(self._bench.run(cell.trial))
+            except (ForeloadError, RuntimeError) as error:
+                self.left_out.append(f"turn {number}: {cell.trial.describe()}: {type(error).__name__}: {error}")
+                continue
+            self._overhead_s = max(self._overhead_s, time.monotonic() - begun - sum(cell.runs[-1].step_ns) / 1e9)
+        return time.monotonic() + self._overhead_s < self._until
+
+    @staticmethod
+    def _order(cells: Sequence[Cell], number: int) -> list[Cell]:
+        rng, groups = Random(f"{SEED} {number}"), dict[str, list[Cell]]()
+        for cell in cells:
+            groups.setdefault(cell.behaviour, []).append(cell)
+        names = sorted(groups)
+        rng.shuffle(names)
+        for group in groups.values():
+            rng.shuffle(group)
+        return [cell for name in names for cell in groups[name]]
+
+
+def predicted_cells(
+    chosen: Sequence[Trial], works: Mapping[int, Workload], costs: CostModel
+) -> tuple[list[Cell], list[str]]:
+    """A cell for every trial that the profile can say something about, and what it cannot."""
+    cells, refused = [], []
+    for trial in chosen:
+        try:
+            cells.append(Cell(trial, predict(works[trial.settings.draft.gamma], costs.fresh(), trial)))
+        except ForeloadError as error:
+            refused.append(f"{trial.describe()}: {error}")
+    return cells, refused
+
+
+def rows(
+    cells: Sequence[Cell], profile: HardwareProfile, expert_bytes: int, spread_of: int = 1
+) -> list[dict[str, Any]]:
+    """One row per cell that was measured, in the order of the grid."""
+    found = []
+    for cell in [cell for cell in cells if len(cell.runs) >= spread_of]:
+        table = compare([compared(cell, expert_bytes)])
+        row = {name: None if value != value else value for name, value in table.iloc[0].to_dict().items()}
+        row["settings"] = cell.trial.describe()
+        found.append(
+            {**row, "profile_hash": profile.digest, **shown(cell.trial, cell.predicted, cell.runs, expert_bytes)}
+        )
+    return found
+
+
+def compared(cell: Cell, expert_bytes: int) -> Comparison:
+    """Predicted beside measured; counters are those of the repeat in the middle."""
+    times = [run.tpot_ns for run in cell.runs]
+    middle = min(cell.runs, key=lambda run: abs(run.tpot_ns - median(times)))
+    return Comparison(cell.trial.settings, cell.predicted.figures, times, middle.figures(expert_bytes))
+
+
+def validate(engine: Engine, routing: Mapping[str, Trace], out: Path, wanted: Wanted) -> dict[str, Any]:
+    """Predict, measure, write; returns the summary."""
+    trace, profile = routing_of(routing), profile_of(engine, out)
+    costs, works = CostModel(profile, engine.shape), works_of(trace, engine, wanted)
+    begun = time.monotonic()
+    cells, refused = predicted_cells(fitting(engine, trials(costs.cpu_threads or (1,))), works, costs)
+    found: dict[str, Any] = {
+        "model": engine.checkpoint.name,
+        "path": engine.path,
+        "routing": f"{trace.meta.model}: {trace.meta.source}",
+        "machine": profile.meta.machine,
+        "device": profile.meta.device_name,
+        "profile_hash": profile.digest,
+        "profile_date": profile.meta.date,
+        "context": wanted.context,
+        "lengths": vars(wanted.lengths),
+        "predicting_s": time.monotonic() - begun,
+        "refused": refused,
+    }
+    rounds = Rounds(Bench(engine, works, costs), cells, wanted.until)
+    for number in range(wanted.rounds):
+        more = rounds.turn(cells, number)
+        found |= {"rounds": number + 1, "left_out": rounds.left_out, "measuring_s": time.monotonic() - begun}
+        _write(out, found, cells, profile, engine.expert_bytes)
+        if not more:
+            break
+    engine.warm_by(None)
+    return found
+
+
+def _write(out: Path, found: dict[str, Any], cells: Sequence[Cell], profile: HardwareProfile, size: int) -> None:
+    measured = [cell for cell in cells if cell.runs]
+    write_json(out / f"{NAME}.json", rows(measured, profile, size))
+    if measured:
+        table = compare([compared(cell, size) for cell in measured])
+        table["settings"] = [cell.trial.describe() for cell in measured]
+        found["summary"] = summarise(table).as_dict()
+    write_json(out / f"{NAME}-summary.json", found)
+
+
+def fitting(engine: Engine, chosen: Sequence[Trial]) -> list[Trial]:
+    """Those that this engine's device memory holds, in the engine's expert format."""
+    same = [replace(t, settings=t.settings.changed(expert_format=engine.settings.expert_format)) for t in chosen]
+
+    def slots(settings: Settings) -> int:
+        return sum(slot_counts(settings, engine.shape)) + staging_slots(settings, engine.shape)
+
+    return [trial for trial in same if slots(trial.settings) <= engine.slot_limit]
+
+
+def on_engine(engine: Engine, routing: Mapping[str, Trace], until: float, out: Path) -> dict[str, Any]:
+    """All settings on an open engine, in as many rounds as there is time for."""
+    return validate(engine, routing, out, Wanted(until=until))
+
+
+def main(args: Sequence[str] | None = None, checkpoint: Checkpoint | None = None) -> dict[str, Any]:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="shape:qwen3-30b-a3b")
+    parser.add_argument("--trace", type=Path)
+    parser.add_argument("--profile", type=Path)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--link", type=float, help="bytes per second of an emulated link")
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--context", type=int, default=CONTEXT)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args(args)
+    wanted = Wanted(Lengths(), given.context, given.rounds, time.monotonic() + 60 * given.minutes)
+    model = checkpoint or Checkpoint.open(given.model)
+    if given.profile is not None:
+        HardwareProfile.load(given.profile).save(given.out / PROFILE)
+    link = None if given.link is None else int(given.link)
+    options = EngineOptions(device=given.device, context_tokens=given.context + 256, link_bytes_per_s=link)
+    trace = made_up(model.shape, 128) if given.trace is None else read_trace(given.trace)
+    with Engine(model, options, Settings(cache_ratio=0.0)) as engine:
+        found = validate(engine, {"routing": trace}, given.out, wanted)
+    print({key: found[key] for key in ("rounds", "refused", "left_out", "summary") if key in found})
+    return found
+
+
+if __name__ == "__main__":
+    main()
