@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent / "simulator"))
 
 from sim_inputs import make_profile, make_shape, make_trace
 
-from benchmarks import validate_h200
+from benchmarks import validate_h200, whatif_h200
 from benchmarks.decode import workload as made_up
 from benchmarks.replayed import Lengths, Trial, predict, workload
 from benchmarks.validate_grid import GAMMA, trials
@@ -77,9 +77,13 @@ def test_only_the_later_steps_count(gamma: int) -> None:
 
 
 @pytest.mark.integration
-def test_on_engine(tmp_path: Path) -> None:
-    """Predicted first, measured by turns, rows with everything an error is explained by; the demand is the same."""
+def test_on_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Predicted first, measured by turns, rows with everything an error is explained by; the demand is the same.
+
+    Where the folder holds no profile, one is measured and put there.
+    """
     model = Checkpoint.random("qwen3-30b-a3b", **SMALL)
+    monkeypatch.setattr(validate_h200, "measure_profile", lambda engine: make_profile(engine.shape))
     options = EngineOptions(context_tokens=200)
     trace = made_up(model.shape, 120)
     wanted = Wanted(Lengths(4, 6, 2, 3), context=64, rounds=2)
@@ -111,3 +115,27 @@ def test_on_engine(tmp_path: Path) -> None:
     assert len(again["left_out"]) == 48
     assert json.loads((tmp_path / "late" / "validate-h200.json").read_text()) == []
     assert np.isfinite(found["summary"]["regret_pct"])
+
+
+@pytest.mark.integration
+def test_machines_that_are_played(tmp_path: Path) -> None:
+    """Slower links and fewer threads: 12 settings each, predicted with what-if flags."""
+    model = Checkpoint.random("qwen3-30b-a3b", **SMALL)
+    make_profile(model.shape).save(tmp_path / validate_h200.PROFILE)
+    trace = made_up(model.shape, 120)
+    wanted = Wanted(Lengths(2, 3, 1, 2), context=64, rounds=1)
+    with Engine(model, EngineOptions(context_tokens=200), Settings(cache_ratio=0.0)) as engine:
+        found = whatif_h200.check(engine, {"topo": trace}, tmp_path, wanted, [0.05, 0.02])
+        assert engine.link_bytes_per_s is None
+    assert len(json.loads((tmp_path / "whatif-h200.json").read_text())["machines"]) == len(found["machines"])
+    assert found["left_out"] == []
+    links = [m for m in found["machines"] if "link_gb_per_s" in m["assumed"]]
+    assert [m["assumed"]["link_gb_per_s"] for m in links] == [0.05, 0.02]
+    for machine in found["machines"]:
+        assert machine["refused"] == []
+        assert len(machine["rows"]) == machine["summary"]["settings"] == 12
+    for machine in links:
+        assert 0 < machine["link_gb_per_s_reached"] <= 1.5 * machine["assumed"]["link_gb_per_s"]
+        assert all(row["sources"]["copy"] == "assumed" for row in machine["rows"])
+    (cpu,) = [m for m in found["machines"] if "cpu_scale" in m["assumed"]]
+    assert all(row["predicted_direct_ms"] > 0 for row in cpu["rows"])

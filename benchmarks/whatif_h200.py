@@ -1,0 +1,249 @@
+"""What-if checked: another link and fewer CPU cores, simulated from the profile of the machine as it is, and measured.
+
+    python -m benchmarks.whatif_h200 --out DIR [--model shape:qwen3-30b-a3b] [--trace FILE] [--device cuda]
+        [--profile FILE] [--minutes 2]
+
+The engine's link is made to look slower (26 and 12 GB/s: `Engine.throttle`), its CPU experts get 4 and 8 threads. Each
+machine is predicted as `simulate --link` and `--cpu-scale` would, before anything is measured: `--cpu-scale` is how
+fast the profiled CPU experts are on so many threads, of what they are on the most. Writes DIR/whatif-h200.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from benchmarks.decode import workload as made_up
+from benchmarks.replayed import Bench, Lengths, Trial, Workload, predict, shown
+from benchmarks.validate_h200 import (
+    PROFILE,
+    Cell,
+    Rounds,
+    Wanted,
+    compared,
+    fitting,
+    predicted_cells,
+    profile_of,
+    routing_of,
+    works_of,
+)
+from foreload.backend.engine import Engine, EngineOptions
+from foreload.backend.models.checkpoint import Checkpoint
+from foreload.errors import ForeloadError
+from foreload.files import write_json
+from foreload.profiler.schema import HardwareProfile
+from foreload.settings import Settings
+from foreload.simulator.costs import CostModel
+from foreload.simulator.machines import assume
+from foreload.simulator.validation import compare, summarise
+from foreload.traces.io import read_trace
+from foreload.traces.schema import Trace
+
+NAME = "whatif-h200"
+LINKS_GB_PER_S, THREADS = (26, 12), (8, 4)
+LENGTHS = Lengths(warm=8, steps=12, warm_windows=3, windows=6)
+NGRAM: dict[str, Any] = {"draft": {"kind": "ngram", "gamma": 4}}
+AHEAD: dict[str, Any] = {"predictor": "gate", "prefetch_depth": 1}
+LATER: dict[str, Any] = {"admission": "background"}
+
+OF_LINK: tuple[dict[str, Any], ...] = (
+    {"cache_ratio": 0.5},
+    {"cache_ratio": 0.25, "miss_action": "split", **LATER},
+    {"cache_ratio": 0.25},
+    {"cache_ratio": 0.25, **AHEAD},
+    {"cache_ratio": 0.17, "miss_action": "split"},
+    {"cache_ratio": 0.5, "miss_action": "cpu", **LATER},
+    {"cache_ratio": 0.17, "eviction": "lfu"},
+    {"cache_ratio": 0.05, "miss_action": "split", **LATER},
+    {"cache_ratio": 0.0, "miss_action": "split", "admission": "none"},
+    {"cache_ratio": 0.5, "miss_action": "split", **LATER, **AHEAD},
+    {"cache_ratio": 0.25, "miss_action": "split", **LATER, **NGRAM},
+    {"cache_ratio": 0.0},
+)
+"""Settings whose copies matter."""
+OF_CPU: tuple[dict[str, Any], ...] = (
+    {"cache_ratio": 0.25, "miss_action": "cpu", **LATER},
+    {"cache_ratio": 0.25, "miss_action": "split", **LATER},
+    {"cache_ratio": 0.0, "miss_action": "cpu", "admission": "none"},
+    {"cache_ratio": 0.0, "miss_action": "split", "admission": "none"},
+    {"cache_ratio": 0.17, "miss_action": "split"},
+    {"cache_ratio": 0.5, "miss_action": "cpu", **LATER},
+    {"cache_ratio": 0.5, "miss_action": "split", **LATER},
+    {"cache_ratio": 0.05, "miss_action": "cpu", **LATER},
+    {"cache_ratio": 0.05, "miss_action": "split", **LATER, **AHEAD},
+    {"cache_ratio": 0.17, "miss_action": "cpu", **LATER, "eviction": "lfu"},
+    {"cache_ratio": 0.25, "miss_action": "split", **LATER, **NGRAM},
+    {"cache_ratio": 0.25, "miss_action": "split", "admission": "demand", **AHEAD},
+)
+"""Settings whose CPU experts matter."""
+
+
+@dataclass
+class Machine:
+    """One machine that is played: its flags, cells predicted with them, and what the engine does meanwhile."""
+
+    name: str
+    flags: dict[str, float]
+    cells: list[Cell]
+    refused: list[str]
+    link_bytes_per_s: int | None = None
+    direct: dict[str, float] = field(default_factory=dict)  # predicted ms from the profile's own threads, by setting
+    copies_us: list[float] = field(default_factory=list)  # of copies that followed each other, as measured
+
+
+def machines(
+    engine: Engine, profile: HardwareProfile, works: Mapping[int, Workload], rates: Sequence[float]
+) -> list[Machine]:
+    """The slower links and the fewer threads, with everything predicted; rates in GB/s."""
+    costs = CostModel(profile, engine.shape)
+    most = max(costs.cpu_threads, default=1)
+    found = []
+    for rate in rates:
+        link = int(rate * 1e9)
+        other = CostModel(assume(profile, link, None, None).profile, engine.shape)
+        cells, refused = predicted_cells(fitting(engine, _trials(OF_LINK, most)), works, other)
+        found.append(Machine(f"link {rate:g} GB/s", {"link_gb_per_s": rate}, cells, refused, link))
+    for threads in sorted({n for n in THREADS if n in costs.cpu_threads} or set(costs.cpu_threads[:1]), reverse=True):
+        scale = cpu_scale(costs, threads, most)
+        other = CostModel(assume(profile, None, scale, None).profile, engine.shape)
+        cells, refused = predicted_cells(fitting(engine, _trials(OF_CPU, most)), works, other)
+        direct = {}
+        for cell in cells:  # the same settings on the threads themselves, as the engine will run them
+            cell.trial = Trial(cell.trial.settings.changed(cpu_threads=threads))
+            own = predict(works[cell.trial.settings.draft.gamma], costs.fresh(), cell.trial)
+            direct[cell.trial.describe()] = own.figures.tpot_ns / 1e6
+        found.append(Machine(f"CPU {threads} threads", {"cpu_scale": scale}, cells, refused, None, direct))
+    return found
+
+
+def cpu_scale(costs: CostModel, threads: int, most: int) -> float:
+    """How fast a layer-step's CPU experts are on `threads` threads, of what they are on `most`; a mean."""
+    counts = range(1, costs.shape.top_k + 1)
+    return float(np.mean([costs.experts_cpu_ns(n, most) / costs.experts_cpu_ns(n, threads) for n in counts]))
+
+
+def _trials(chosen: Sequence[dict[str, Any]], threads: int) -> list[Trial]:
+    with_threads = ({**fields, "cpu_threads": threads} if "miss_action" in fields else fields for fields in chosen)
+    return [Trial(Settings.parse(fields)) for fields in with_threads]
+
+
+class Played:
+    """The engine as the machines that are played, by turns."""
+
+    def __init__(self, engine: Engine, profile: HardwareProfile, works: Mapping[int, Workload], until: float) -> None:
+        self._engine, self._until = engine, until
+        self._bench = Bench(engine, works, CostModel(profile, engine.shape))
+        self.left_out: list[str] = []
+
+    def turn(self, machine: Machine, number: int, until: float) -> None:
+        """One repeat of every setting on one machine."""
+        assumed = machine.link_bytes_per_s
+        rounds = Rounds(self._bench, machine.cells, min(until, self._until))
+        try:
+            self._engine.throttle(assumed)
+            self._engine.copies.spans = []
+            rounds.turn(machine.cells, number)
+            machine.copies_us += followed_us(self._engine)
+        except ForeloadError as error:
+            self.left_out.append(f"{machine.name}: {error}")
+        finally:
+            self._engine.copies.spans = None
+            self._engine.throttle(None)
+        self.left_out += [f"{machine.name}: {text}" for text in rounds.left_out]
+
+
+def followed_us(engine: Engine) -> list[float]:
+    """Microseconds between arrivals of copies that were issued before the one ahead of them had arrived."""
+    spans = sorted(engine.copies.spans or [], key=lambda span: span.landed_ns)
+    return [(b.landed_ns - a.landed_ns) / 1e3 for a, b in pairwise(spans) if b.issued_ns < a.landed_ns]
+
+
+def check(
+    engine: Engine, routing: Mapping[str, Trace], out: Path, wanted: Wanted, rates: Sequence[float]
+) -> dict[str, Any]:
+    """Predict all machines, measure them by turns, write; returns what was written."""
+    trace, profile = routing_of(routing), profile_of(engine, out)
+    works = works_of(trace, engine, wanted)
+    played = machines(engine, profile, works, rates)
+    bench = Played(engine, profile, works, wanted.until)
+    found: dict[str, Any] = {
+        "model": engine.checkpoint.name,
+        "path": engine.path,
+        "routing": f"{trace.meta.model}: {trace.meta.source}",
+        "machine": profile.meta.machine,
+        "profile_hash": profile.digest,
+        "lengths": vars(wanted.lengths),
+        "left_out": bench.left_out,
+    }
+    for number in range(wanted.rounds):
+        for at, machine in enumerate(played):
+            now = time.monotonic()
+            share = (wanted.until - now) / (len(played) - at) if number == 0 else wanted.until - now
+            bench.turn(machine, number, now + share)
+            found["machines"] = [described(one, profile, engine.expert_bytes) for one in played]
+            write_json(out / f"{NAME}.json", found)
+        if time.monotonic() > wanted.until:
+            break
+    return found
+
+
+def described(machine: Machine, profile: HardwareProfile, expert_bytes: int) -> dict[str, Any]:
+    """One machine: what was assumed, what copies really took, rows, and errors over them."""
+    cells = [cell for cell in machine.cells if cell.runs]
+    found: dict[str, Any] = {"name": machine.name, "assumed": machine.flags, "refused": machine.refused, "rows": []}
+    if machine.copies_us and machine.link_bytes_per_s is not None:
+        found["copies_us_p50"] = median(machine.copies_us)
+        found["link_gb_per_s_reached"] = expert_bytes / median(machine.copies_us) / 1e3
+    if not cells:
+        return found
+    table = compare([compared(cell, expert_bytes) for cell in cells])
+    table["settings"] = [cell.trial.describe() for cell in cells]
+    for cell, row in zip(cells, table.to_dict(orient="records"), strict=True):
+        known = {name: None if value != value else value for name, value in row.items()}
+        known["predicted_direct_ms"] = machine.direct.get(str(row["settings"]))
+        found["rows"].append({**known, **shown(cell.trial, cell.predicted, cell.runs, expert_bytes)})
+    found["summary"] = summarise(table).as_dict()
+    return found
+
+
+def on_engine(engine: Engine, routing: Mapping[str, Trace], until: float, out: Path) -> dict[str, Any]:
+    """All machines on an open engine, twice if there is time."""
+    return check(engine, routing, out, Wanted(LENGTHS, rounds=2, until=until), LINKS_GB_PER_S)
+
+
+def main(args: Sequence[str] | None = None, checkpoint: Checkpoint | None = None) -> dict[str, Any]:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="shape:qwen3-30b-a3b")
+    parser.add_argument("--trace", type=Path)
+    parser.add_argument("--profile", type=Path)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--links", default="26,12", help="GB/s")
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args(args)
+    if given.profile is not None:
+        HardwareProfile.load(given.profile).save(given.out / PROFILE)
+    model = checkpoint or Checkpoint.open(given.model)
+    options = EngineOptions(device=given.device, context_tokens=given.context + 256)
+    trace = made_up(model.shape, 128) if given.trace is None else read_trace(given.trace)
+    wanted = Wanted(LENGTHS, given.context, 2, time.monotonic() + 60 * given.minutes)
+    with Engine(model, options, Settings(cache_ratio=0.0)) as engine:
+        found = check(engine, {"routing": trace}, given.out, wanted, [float(text) for text in given.links.split(",")])
+    for machine in found["machines"]:
+        summary = machine.get("summary", {})
+        print(machine["name"], {k: summary.get(k) for k in ("p50_error_pct", "worst_error_pct", "regret_pct")})
+    return found
+
+
+if __name__ == "__main__":
+    main()
