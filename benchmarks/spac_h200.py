@@ -28,13 +28,15 @@ from foreload.presets import preset_settings
 from foreload.settings import Settings
 from foreload.shape import ModelShape
 from foreload.traces.io import read_trace
+from foreload.traces.remodel import acceptance
 from foreload.traces.schema import Trace
 
 SAMPLES = Path("traces/samples")
 FILE = "spac-h200.json"
 RATIO, GAMMA, CONTEXT = 0.17, 8, 1024
-WARM, TOKENS, FEW = 8, 32, 24
-REPEATS = 3
+WARM, TOKENS, REPEATS = 8, 24, 2
+MADE, RECORDED = "topo", "recorded drafts"
+"""The workloads: one text with made-up verify windows, and one whose windows a draft model made."""
 LENGTHS = (512, 1024, 2048, 4096)
 SHARE = 0.75
 """Of the time, for measuring; the rest simulates."""
@@ -83,19 +85,22 @@ def ablation(base: Settings) -> dict[str, Settings]:
     }
 
 
-def plan(engine: Engine, threads: int, ratio: float, context: int, lengths: Sequence[int]) -> list[list[Cell]]:
+def plan(
+    engine: Engine, threads: int, ratio: float, context: int, lengths: Sequence[int], recorded: bool
+) -> list[list[Cell]]:
     """Groups of cells, the most important first: cells of one group take turns."""
     named = ablation(full(engine, threads, ratio))
 
-    def cell(name: str, settings: Settings, at: int) -> Cell:
-        return Cell(name, "topo", settings, at, ratio)
+    def cell(name: str, settings: Settings, at: int, workload: str = MADE) -> Cell:
+        return Cell(name, workload, settings, at, ratio)
 
     with_drafts = [cell(name, s, context) for name, s in named.items() if s.draft.gamma == GAMMA]
     others = [cell(name, s, context) for name, s in named.items() if s.draft.gamma != GAMMA]
     long = [
         cell(f"{name}, {length} tokens", named[name], length) for length in lengths for name in ("full", "no drafts")
     ]
-    return [with_drafts, others, long]
+    real = [cell(f"{name}, {RECORDED}", named[name], context, RECORDED) for name in ("full", "gamma 4", "no drafts")]
+    return [with_drafts, others, real if recorded else [], long]
 
 
 def on_engine(engine: Engine, routing: Mapping[str, Trace], until: float, out: Path) -> dict[str, Any]:
@@ -115,14 +120,15 @@ def measure(
     warm: int = WARM,
     tokens: int = TOKENS,
 ) -> dict[str, Any]:
-    """See `on_engine`. Verify windows are those of a draft model recorded in `samples`, if any, else made up."""
+    """See `on_engine`. `samples`: a folder that may hold recordings of verify windows."""
     costs = find_costs(engine, out)
     threads = costs.cpu_threads[-1] if costs is not None and costs.cpu_threads else max(1, cores() - 1)
-    workload = workload_of(trace, samples, engine.shape, warm, tokens)
+    workloads = workloads_of(trace, samples, engine.shape, warm, tokens)
     begun = time.monotonic()
-    beside = Beside(engine, [workload], begun + SHARE * (until - begun))
-    groups = plan(engine, threads, ratio, context, lengths)
-    found = provenance(engine, [workload]) | {"repeats": REPEATS, "warm_tokens": warm, "tokens": tokens}
+    beside = Beside(engine, workloads, begun + SHARE * (until - begun))
+    groups = plan(engine, threads, ratio, context, lengths, len(workloads) > 1)
+    found = provenance(engine, workloads) | {"repeats": REPEATS, "warm_tokens": warm, "tokens": tokens}
+    found["accepted_as_recorded"] = {str(g): list(acceptance(one)) for g, one in workloads[-1].recorded.items()}
 
     def keep() -> None:
         found["rows"] = rows = [row(cell, engine) for group in groups for cell in group]
@@ -134,24 +140,24 @@ def measure(
             beside.round(group)
             keep()
     if costs is not None:
-        simulate_rows(found["rows"], [workload], costs, until)
+        simulate_rows(found["rows"], workloads, costs, until)
         compare(found["rows"])
         write_json(out / FILE, found)
     return found
 
 
-def workload_of(trace: Trace, samples: Path, shape: ModelShape, warm: int, tokens: int) -> Workload:
-    """The text of the windows recorded in `samples` with a draft model, and of `trace` if there are none."""
+def workloads_of(trace: Trace, samples: Path, shape: ModelShape, warm: int, tokens: int) -> list[Workload]:
+    """`trace` with made-up windows, and the text whose windows are recorded in `samples` with a draft model, if any."""
     windows = recorded_windows(samples, "model", shape)
-    text = windows[max(windows)] if windows else trace
-    return Workload("topo", text, shape, warm, tokens, tuple(windows.values()), windows)
+    found = [Workload(MADE, trace, shape, warm, tokens)]
+    return [*found, Workload(RECORDED, windows[max(windows)], shape, warm, tokens, windows)] if windows else found
 
 
 def compare(rows: Sequence[dict[str, Any]]) -> None:
     """Add to each row its tokens per second against those of `full` at the same context, measured and simulated."""
     for one in rows:
-        name = "full" if "tokens" not in one["name"] else f"full, {one['context']} tokens"
-        base = next(other for other in rows if other["name"] == name)
+        _, _, kind = one["name"].partition(", ")
+        base = next(other for other in rows if other["name"] == (f"full, {kind}" if kind else "full"))
         one["against_full_pct"] = _change(base.get("tpot_ms"), one.get("tpot_ms"))
         simulated = [r.get("simulated", {}).get("tpot_ms") for r in (base, one)]
         one["against_full_simulated_pct"] = _change(*simulated)
@@ -163,9 +169,7 @@ def _change(base: float | None, value: float | None) -> float | None:
 
 def markdown(found: Mapping[str, Any]) -> str:
     """The rows as a table."""
-    head = (
-        f"MoE-SpAc on {found['model']}, {found['device']}, {found['date']}; routing of {found['routing']['topo']}\n\n"
-    )
+    head = f"MoE-SpAc on {found['model']}, {found['device']}, {found['date']}; routing of {found['routing'][MADE]}\n\n"
     titles = ("settings", "context", "ms/token", "simulated", "tokens/s against full", "simulated", "paper", "hits")
     lines = [f"| {' | '.join((*titles, 'tokens/step'))} |", "|---|" + "---:|" * len(titles)]
     for one in found["rows"]:
@@ -209,8 +213,8 @@ def main(args: Sequence[str] | None = None, checkpoint: Checkpoint | None = None
     elif given.simulate is not None:
         costs, found = costs_of(given.profile), read_mapping(given.simulate, "results")
         sizes = found["warm_tokens"], found["tokens"]
-        workload = workload_of(read_trace(given.trace), given.windows, costs.shape, *sizes)
-        simulate_rows(found["rows"], [workload], costs)
+        workloads = workloads_of(read_trace(given.trace), given.windows, costs.shape, *sizes)
+        simulate_rows(found["rows"], workloads, costs)
         compare(found["rows"])
         write_json(given.simulate, found)
     else:

@@ -23,7 +23,7 @@ from benchmarks.beside import Beside, Cell, costs_of, find_costs, provenance, ro
 from benchmarks.opened import add_engine_flags, opened
 from benchmarks.union_tables import markdown
 from benchmarks.union_tuned import read_tuned, tune_all, write_tuned
-from benchmarks.workloads import Workload, recorded_windows
+from benchmarks.workloads import Workload
 from foreload.backend.engine import Engine
 from foreload.backend.models.checkpoint import Checkpoint
 from foreload.files import read_mapping, write_json, write_text
@@ -37,7 +37,6 @@ from foreload.simulator.workload import load_requests
 from foreload.traces.io import read_trace
 from foreload.traces.schema import Trace
 
-SAMPLES = Path("traces/samples")
 FILE, TUNED = "union-h200.json", "union-tuned.json"
 RATIOS = (0.17, 0.25, 0.05, 0.5, 0.0)
 """The most important first."""
@@ -86,7 +85,6 @@ def measure(
     routing: Mapping[str, Trace],
     until: float,
     out: Path,
-    samples: Path = SAMPLES,
     ratios: Sequence[float] = RATIOS,
     context: int = CONTEXT,
     warm: int = WARM,
@@ -95,7 +93,7 @@ def measure(
     """See `on_engine`."""
     costs, begun = find_costs(engine, out), time.monotonic()
     threads = costs.cpu_threads[-1] if costs is not None and costs.cpu_threads else max(1, cores() - 1)
-    workloads = workloads_of(routing, samples, engine.shape, warm, tokens)
+    workloads = workloads_of(routing, engine.shape, warm, tokens)
     tuned = read_tuned(out / TUNED) if (out / TUNED).exists() else {}
     if costs is not None and not tuned:
         tuned = tune_all(costs, workloads, ratios, min(TUNE_S, (until - begun) / 4))
@@ -115,12 +113,9 @@ def measure(
     return found
 
 
-def workloads_of(
-    routing: Mapping[str, Trace], samples: Path, shape: ModelShape, warm: int, tokens: int
-) -> list[Workload]:
-    """The recordings in order; made-up windows accept drafts as those recorded in `samples` with a draft model."""
-    windows = tuple(recorded_windows(samples, "model", shape).values())
-    return [Workload(name, trace, shape, warm, tokens, windows) for name, trace in routing.items()]
+def workloads_of(routing: Mapping[str, Trace], shape: ModelShape, warm: int, tokens: int) -> list[Workload]:
+    """The recordings in order."""
+    return [Workload(name, trace, shape, warm, tokens) for name, trace in routing.items()]
 
 
 def all_bounds(
@@ -144,7 +139,6 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_engine_flags(parser)
     parser.add_argument("--trace", action="append", default=[], metavar="NAME=FILE", help="a workload; may be repeated")
-    parser.add_argument("--windows", type=Path, default=SAMPLES, help="folder with recordings of verify windows")
     parser.add_argument("--tuned", type=Path, help="tuned settings, as --tune writes them")
     parser.add_argument("--table", type=Path, help="show these rows instead")
     parser.add_argument("--simulate", type=Path, help="simulate these rows anew, from --profile, instead of measuring")
@@ -166,7 +160,7 @@ def main(args: Sequence[str] | None = None, checkpoint: Checkpoint | None = None
     if given.simulate is not None:
         costs, found = costs_of(given.profile), read_mapping(given.simulate, "results")
         sizes = found["warm_tokens"], found["tokens"]
-        workloads = workloads_of(routing, given.windows, costs.shape, *sizes)
+        workloads = workloads_of(routing, costs.shape, *sizes)
         simulate_rows(found["rows"], workloads, costs)
         found["bounds"] = all_bounds(workloads, costs, RATIOS, CONTEXT)
         write_json(given.simulate, found)
@@ -174,7 +168,7 @@ def main(args: Sequence[str] | None = None, checkpoint: Checkpoint | None = None
         if given.tuned is not None:
             write_tuned(given.out / TUNED, read_tuned(given.tuned))
         with opened(given, CONTEXT + 256, checkpoint) as engine:
-            found = measure(engine, routing, time.monotonic() + given.minutes * 60, given.out, given.windows)
+            found = measure(engine, routing, time.monotonic() + given.minutes * 60, given.out)
         write_text(given.out / "union-h200.md", markdown(found))
     print(markdown(found))
     return found
@@ -182,7 +176,7 @@ def main(args: Sequence[str] | None = None, checkpoint: Checkpoint | None = None
 
 def _tune(given: argparse.Namespace, routing: Mapping[str, Trace]) -> dict[str, Any]:
     costs = costs_of(given.profile)
-    workloads = workloads_of(routing, given.windows, costs.shape, WARM, TOKENS)
+    workloads = workloads_of(routing, costs.shape, WARM, TOKENS)
     tuned = tune_all(costs, workloads, RATIOS, given.minutes * 60)
     write_tuned(given.tune, tuned)
     return {name: {ratio: s.describe() for ratio, s in of.items()} for name, of in tuned.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,11 +13,11 @@ from foreload.errors import ForeloadError, UsageError
 from foreload.settings import GATE_SIDE, Settings
 from foreload.shape import ModelShape
 from foreload.traces.io import read_trace
-from foreload.traces.remodel import acceptance, better_of, executing, of_shape, renamed, with_windows, without_windows
-from foreload.traces.schema import DRAFT_VERIFY, PREFILL, Trace
+from foreload.traces.remodel import better_of, executing, of_shape, renamed, with_windows, without_windows
+from foreload.traces.schema import PREFILL, Trace
 
-ACCEPTED = (0.7,)
-"""Acceptance of made-up windows where no recorded ones say: assumed."""
+ACCEPTED = 0.7
+"""Chance, assumed, that a draft of a made-up window is kept if those before it were."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,8 @@ class Case:
 class Workload:
     """The first request of a recording: a stretch of `warm` + `tokens` tokens that is replayed, and the rest.
 
-    The rest says which experts caches start with and, where predictors are mixed, which recalls more. `windows` are
-    recordings of verify windows: their acceptance is that of made-up ones, and one of the same text takes the place of
-    them if `recorded` (gamma -> recording) names it.
+    The rest says which experts caches start with and, where predictors are mixed, which recalls more. Verify windows
+    are those of `recorded` (gamma -> recording of the same text), or made up.
     """
 
     def __init__(
@@ -68,17 +67,15 @@ class Workload:
         shape: ModelShape,
         warm: int,
         tokens: int,
-        windows: Sequence[Trace] = (),
         recorded: Mapping[int, Trace] | None = None,
     ) -> None:
         self.name, self.shape, self.warm, self.tokens = name, shape, warm, tokens
-        self._recorded = {g: _decode_rows(of_shape(one, shape)) for g, one in (recorded or {}).items()}
+        self.recorded = {g: _decode_rows(of_shape(one, shape)) for g, one in (recorded or {}).items()}
         whole = without_windows(_decode_rows(of_shape(trace, shape)))
         if whole.rows < warm + tokens + 1:
             raise UsageError(f"trace: {name} has {whole.rows} decode tokens, {warm + tokens + 1} are needed")
         self.source = f"{trace.meta.model}: {trace.meta.source}"
         self._whole, self._stretch = whole, slice(0, min(whole.rows, warm + tokens + 32))
-        self.kept = next(((g, acceptance(one)) for g, one in sorted(_by_gamma(windows).items(), reverse=True)), None)
         self._made: dict[Way, Trace] = {}
 
     @property
@@ -114,7 +111,8 @@ class Workload:
             if settings.draft.kind == "model" and settings.draft.model_name != engine.draft:
                 settings = settings.changed(draft={"kind": "ngram", "gamma": gamma})
                 assumed.append("drafts take the time of a look-up, not of a draft model")
-            assumed.append(self._said_of_windows(gamma))
+            made = f"verify windows are made up, drafts kept with chance {ACCEPTED}"
+            assumed.append("verify windows as recorded with a draft model" if gamma in self.recorded else made)
         named = settings.predictor if settings.predictor in GATE_SIDE else ""
         executed = bool(settings.speculate_layers)
         if named:
@@ -127,14 +125,6 @@ class Workload:
             if executed:
                 assumed.append("predictions are executed, later routing is taken not to drift")
         return settings, Way(gamma, predictor, named, executed), assumed
-
-    def _said_of_windows(self, gamma: int) -> str:
-        if gamma in self._recorded:
-            return "windows as recorded with the draft model"
-        if self.kept is None:
-            return f"made-up windows, drafts kept with chance {ACCEPTED[0]}"
-        shares = ", ".join(f"{share:.2f}" for share in self.kept[1][:gamma])
-        return f"made-up windows, drafts kept as in recorded ones of gamma {self.kept[0]} ({shares})"
 
     def _holds(self, predictor: str) -> bool:
         held = {name for name, _ in self._whole.predictions}
@@ -151,8 +141,8 @@ class Workload:
         if way.predictor == "hybrid" and ("hybrid", 1) not in whole.predictions:
             members = [name for name in ("gate", "quasi_hidden", "estimator") if (name, 1) in whole.predictions]
             whole = better_of(whole, members, "hybrid", slice(self._stretch.stop, None))
-        if way.gamma in self._recorded:
-            found = self._recorded[way.gamma]
+        if way.gamma in self.recorded:
+            found = self.recorded[way.gamma]
             found = found.take(slice(0, int(found.step_starts()[: self.warm + self.tokens + 1][-1])))
         else:
             found = whole.take(self._stretch)
@@ -160,9 +150,8 @@ class Workload:
             found = renamed(found, {way.predictor: way.named})
         if way.executed:
             found = executing(found, way.named, range(1, self.shape.n_moe_layers))
-        if way.gamma and way.gamma not in self._recorded:
-            shares = ACCEPTED if self.kept is None else self.kept[1]
-            found = with_windows(found, "ngram", way.gamma, shares)
+        if way.gamma and way.gamma not in self.recorded:
+            found = with_windows(found, "ngram", way.gamma, (ACCEPTED,))
         return found
 
     def drafted(self, way: Way, settings: Settings) -> Trace:
@@ -181,10 +170,6 @@ def _decode_rows(trace: Trace) -> Trace:
     """The decode rows of the first request."""
     mine = (trace.request == trace.requests()[0]) & (trace.phase != PREFILL)
     return trace.take(np.flatnonzero(mine))
-
-
-def _by_gamma(windows: Sequence[Trace]) -> dict[int, Trace]:
-    return {int(one.meta.sampling["gamma"]): one for one in windows if (one.phase == DRAFT_VERIFY).any()}
 
 
 def recorded_windows(folder: Path, kind: str, shape: ModelShape) -> dict[int, Trace]:
