@@ -14,8 +14,10 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from foreload.backend.policy.rules import BELADY
 from foreload.shape import ModelShape
 from foreload.simulator.costs import SCALE, CostModel
+from foreload.simulator.stacks import next_uses, stack_pass
 from foreload.simulator.workload import Request
 
 _NEVER = np.int64(1) << 60
@@ -50,10 +52,29 @@ class Bounds:
 
 def belady_loads(requests: Sequence[Request], shape: ModelShape) -> NDArray[np.int64]:
     """Fewest decode loads [L, E + 1] of each layer at every slot count, over the requests in order from empty."""
+    if all(request.demand.shape[2] == shape.top_k and set(request.fed) <= {1} for request in requests):
+        return _single_token_loads(requests, shape)
     demanded, counted = _steps(requests, shape)
     loads = np.zeros((shape.n_moe_layers, shape.experts + 1), np.int64)
     for layer in range(shape.n_moe_layers):
         _min_loads(np.ascontiguousarray(demanded[:, layer]), counted, loads[layer])
+    return loads
+
+
+def _single_token_loads(requests: Sequence[Request], shape: ModelShape) -> NDArray[np.int64]:
+    """The same for steps of one token: one pass per layer holds what a cache of every size holds (`stacks`)."""
+    blocks = [block for r in requests for block in (r.prompt, *r.demand[:, None]) if len(block)]
+    counted = np.array([c for r in requests for c in [False] * bool(len(r.prompt)) + [True] * len(r.demand)], np.bool_)
+    starts = np.concatenate([[0], np.cumsum([len(block) for block in blocks])]).astype(np.int64)
+    ids = np.concatenate([np.zeros((0, shape.n_moe_layers, shape.top_k), np.int16), *blocks]).astype(np.int16)
+    fresh = np.zeros(len(counted), np.bool_)
+    loads = np.empty((shape.n_moe_layers, shape.experts + 1), np.int64)
+    for layer in range(shape.n_moe_layers):
+        of_layer, hits = np.ascontiguousarray(ids[:, layer]), np.zeros(shape.experts + 1, np.int64)
+        future = np.empty(of_layer.shape, np.int32)
+        next_uses(of_layer, starts, counted, future)
+        stack_pass(of_layer, future, (starts, starts[:-1], counted, fresh), BELADY, (layer, 0), hits)
+        loads[layer] = int(counted.sum()) * shape.top_k - np.cumsum(hits)
     return loads
 
 

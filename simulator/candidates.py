@@ -1,4 +1,4 @@
-"""Settings worth trying: fixed candidates, one family of options per integer program, and small changes of a winner."""
+"""Settings worth trying: fixed candidates, presets, one family of options per integer program."""
 
 from __future__ import annotations
 
@@ -6,25 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from foreload.budget import predictor_bytes
-from foreload.errors import BudgetError
-from foreload.settings import (
-    GATE_SIDE,
-    MAX_PREFETCH_DEPTH,
-    NEXT_STEP,
-    Draft,
-    Settings,
-    check_slots,
-    staging_slots,
-)
+from foreload.errors import BudgetError, MismatchError, SettingsError
+from foreload.formats import layer_formats, slot_bytes
+from foreload.presets import PRESETS, preset_settings
+from foreload.settings import GATE_SIDE, NEXT_STEP, Draft, Settings, check_slots, staging_slots
 from foreload.shape import ModelShape
-from foreload.simulator.costs import CostModel, predict_probe
+from foreload.simulator.costs import CostModel
 from foreload.simulator.result import SimResult
-from foreload.simulator.workload import recorded_draft
-from foreload.traces.schema import PREFILL, Trace
+from foreload.simulator.tuner.recorded import Look, looks, usable_draft, widest
+from foreload.traces.schema import Trace
 
 NO_PREFETCH: dict[str, Any] = {
     "predictor": "none",
@@ -33,22 +24,23 @@ NO_PREFETCH: dict[str, Any] = {
     "prefetch_rolled": False,
     "speculate_layers": (),
 }
-RECALL_ROWS = 512
-"""Decode rows by which predictors are compared."""
+KEPT = ("prefill_chunk_tokens", "headroom_bytes", "expert_format")
+"""What a preset takes from the settings to beat."""
 
 
 @dataclass(frozen=True)
-class Speculation:
-    """Layers that may execute predictions, at a loss that was measured."""
+class Change:
+    """Settings that change the text and may: layers that execute predictions, a format, or both, at a known loss."""
 
-    predictor: str
+    predictor: str  # "none" where no layer executes predictions
     layers: tuple[int, ...]
+    expert_format: str | None  # as settings say it
     loss_pct: float  # of perplexity
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One setting with what is predicted for it."""
+    """One setting with what is predicted for it; several recordings are taken together in `result` and `report`."""
 
     name: str
     family: str
@@ -56,15 +48,19 @@ class Candidate:
     planned_ns: float | None = None  # the program's estimate per token
     result: SimResult | None = field(default=None, repr=False)  # simulated on the requests that choose
     report: SimResult | None = field(default=None, repr=False)  # simulated on requests that chose nothing
+    worst_ns: float | None = None  # of `result`: time per token on the slowest recording, if that is what counts
+    tpots_ns: tuple[float, ...] = ()  # of `result`: time per token on each recording
 
     @property
     def tpot_ns(self) -> float:
         """Simulated time per token on the requests that choose; infinite before it was simulated."""
+        if self.worst_ns is not None:
+            return self.worst_ns
         return self.result.tpot_ns if self.result is not None else float("inf")
 
 
 def family(settings: Settings) -> str:
-    """The kind of plan: miss action, admission beyond demand, prefetch depth, draft, cache or none."""
+    """The kind of plan: miss action, admission beyond demand, prefetch depth, draft, format, cache or none."""
     parts: list[str] = [settings.miss_action]
     if settings.admission != "demand":
         parts.append(settings.admission)
@@ -78,6 +74,8 @@ def family(settings: Settings) -> str:
         parts.append(f"{settings.draft.kind} draft")
     if settings.speculate_layers:
         parts.append(f"speculated by {settings.predictor}")
+    if settings.expert_format is not None:
+        parts.append(str(settings.expert_format))
     if settings.slots_per_layer is not None and not any(settings.slots_per_layer):
         parts.append("cache off")
     return ", ".join(parts)
@@ -85,87 +83,114 @@ def family(settings: Settings) -> str:
 
 @dataclass(frozen=True)
 class Space:
-    """What may be varied on this machine, with this trace, within this many slots."""
+    """What may be varied on this machine, with these recordings, within so much device memory."""
 
     shape: ModelShape
     base: Settings
-    slots: int
+    slots: int  # of the base's format, staging included
     threads: tuple[int, ...]
-    looks: Mapping[int, tuple[tuple[str, bool], ...]]  # depth -> (predictor, rolled), most recall first
+    looks: Mapping[int, tuple[Look, ...]]  # depth -> most recall first
     widths: tuple[int, ...]
-    draft: Draft | None = None  # whose windows the trace holds, if the profile can cost them
-    speculations: tuple[Speculation, ...] = ()
+    draft: Draft | None = None  # whose windows the recordings hold, if the profile can cost them
+    changes: tuple[Change, ...] = ()
     dtype: str = "float32"
     warm: bool = False  # whether there are counts of a recording to start from
-    draft_slots: int = 0  # slots that a draft model takes from the others, if it is not on the device anyway
-    expert_bytes: int = 1
+    draft_bytes: int = 0  # of a draft model that is not on the device anyway
+    expert_bytes: int = 1  # of the base's format
+    room_bytes: int = 0  # for slots, persistent and staging
 
     @classmethod
     def of(
         cls,
-        trace: Trace,
+        traces: Sequence[Trace],
         costs: CostModel,
         base: Settings,
         slots: int,
-        allowed: Sequence[Speculation] = (),
+        allowed: Sequence[Change] = (),
         warm: bool = False,
         draft_bytes: int | None = None,
     ) -> Space:
-        """Threads the profile measured; predictors, depths, widths and draft that the trace holds and it can cost.
+        """Threads the profile measured; predictors, depths, widths and draft that the traces hold and it can cost.
 
-        Of the speculations `allowed`, those the trace has predictions for. `draft_bytes` of the model that drafted the
-        recording; None: unknown, so such drafts are left out.
+        Of the changes `allowed`, those that can be simulated. `draft_bytes` of the model that drafted the recordings;
+        None: unknown, so such drafts are left out.
         """
-        shape = costs.shape
-        looks = _looks(trace, costs)
-        tables = [
-            trace.predictions[_key(name, rolled, at), at]
-            for depth, found in looks.items()
-            for name, rolled in found
-            for at in range(1, depth + 1)
-        ]
-        widest = min((table.shape[2] for table in tables), default=0)
-        widths = {w for w in (max(1, shape.top_k // 2), shape.top_k, widest) if 0 < w <= widest}
-        draft, taken = _recorded(trace, costs), 0
+        shape, known = costs.shape, looks(traces, costs)
+        most = widest(traces, known)
+        widths = {w for w in (max(1, shape.top_k // 2), shape.top_k, min(2 * shape.top_k, most), most) if 0 < w <= most}
+        draft, beside = usable_draft(traces, costs), 0
         if draft is not None and draft.model_name not in (None, base.draft.model_name):
-            draft, taken = (None, 0) if draft_bytes is None else (draft, -(-draft_bytes // costs.expert_bytes))
-        ready = {name for name, _ in looks.get(1, ())} if costs.measured("speculated") else set()
-        usable = tuple(s for s in allowed if s.predictor in ready and shape.top_k in widths)
-        dtype = costs.profile.meta.dtype
-        every = tuple(sorted(widths))
-        size = costs.expert_bytes
-        return cls(shape, base, slots, costs.cpu_threads, looks, every, draft, usable, dtype, warm, taken, size)
+            draft, beside = (None, 0) if draft_bytes is None else (draft, draft_bytes)
+        ready = {name for name, _ in known.get(1, ())} if costs.measured("speculated") else set()
+        usable = tuple(
+            change
+            for change in allowed
+            if (not change.layers or (change.predictor in ready and shape.top_k in widths))
+            and _costed(costs, base.changed(expert_format=change.expert_format))
+        )
+        return cls(
+            shape,
+            base,
+            slots,
+            costs.cpu_threads,
+            known,
+            tuple(sorted(widths)),
+            draft,
+            usable,
+            costs.profile.meta.dtype,
+            warm,
+            beside,
+            costs.expert_bytes,
+            slots * costs.expert_bytes,
+        )
 
     def budget(self, settings: Settings) -> int:
         """Slots, persistent and staging, beside the calibration and the draft model that `settings` add to the base."""
         more = predictor_bytes(self.shape, self.dtype, settings) - predictor_bytes(self.shape, self.dtype, self.base)
-        model = self.draft_slots if settings.draft == self.draft else 0
-        return self.slots - -(-more // self.expert_bytes) - model
+        if settings.expert_format == self.base.expert_format:
+            size = self.expert_bytes
+        else:
+            size = slot_bytes(layer_formats(settings.expert_format, self.shape, self.dtype), self.shape)
+        model = self.draft_bytes if settings.draft == self.draft else 0
+        return (self.room_bytes - more - model) // size
+
+    def fits(self, settings: Settings) -> bool:
+        """Whether settings that name their slots stay within the memory."""
+        return sum(settings.slots_per_layer or ()) + staging_slots(settings, self.shape) <= self.budget(settings)
 
     def uniform(self, **changes: Any) -> Settings | None:
         """`base` with `changes` and the largest uniform slot count; None if its staging does not fit."""
-        settings = self.base.changed(slots_per_layer=None, cache_ratio=None, **changes)
+        return self.filled(self.base.changed(slots_per_layer=None, cache_ratio=None, **changes))
+
+    def filled(self, settings: Settings) -> Settings | None:
+        """`settings` with the largest uniform slot count, where they do not say; None if they do not fit."""
         try:
             counts = check_slots(settings, self.shape, self.budget(settings), 1)
         except BudgetError:
             return None
-        return settings.changed(slots_per_layer=counts)
+        return settings.changed(slots_per_layer=counts, cache_ratio=None)
 
     def prefetches(self) -> Iterator[dict[str, Any]]:
-        """Prefetch options, off first."""
+        """Prefetch options, off first; then what changes the text."""
         yield NO_PREFETCH
-        for depth, ((name, rolled), *_) in self.looks.items():
+        for depth, (look, *_) in self.looks.items():
             for width in self.widths:
-                yield {**_look(name, rolled), "prefetch_depth": depth, "prefetch_width": width}
-        for found in self.speculations:
-            next_layer = {"prefetch_depth": 1, "prefetch_width": self.shape.top_k}
-            yield {**_look(found.predictor, False), **next_layer, "speculate_layers": found.layers}
+                yield {**looked(look), "prefetch_depth": depth, "prefetch_width": width}
+        for change in self.changes:
+            fields = {**NO_PREFETCH, "expert_format": change.expert_format}
+            if change.layers:
+                next_layer = {"prefetch_depth": 1, "prefetch_width": self.shape.top_k}
+                fields.update(predictor=change.predictor, **next_layer, speculate_layers=change.layers)
+            yield fields
 
-    def loss_pct(self, settings: Settings) -> float:
-        """What `settings` lose, as measured: 0 where they change no text."""
-        layers = settings.speculated(self.shape)
-        known = {(s.predictor, s.layers): s.loss_pct for s in self.speculations}
-        return known[settings.predictor, layers] if layers else 0.0
+    def loss_pct(self, settings: Settings) -> float | None:
+        """What `settings` lose: 0 where they change no text of the base's, None where that is not known."""
+        layers, format = settings.speculated(self.shape), settings.expert_format
+        wanted = (settings.predictor if layers else "none", layers, format)
+        for change in self.changes:
+            if (change.predictor, change.layers, change.expert_format) == wanted:
+                return change.loss_pct
+        return 0.0 if not layers and format == self.base.expert_format else None
 
     def misses(self) -> Iterator[dict[str, Any]]:
         """Miss actions with thread count and admission."""
@@ -184,104 +209,105 @@ class Space:
             split = {"miss_action": "split", "split_rule": "tau", "cpu_threads": self.threads[-1]}
             yield "shared pool, split by utility", {**shared, **split, "objective": "makespan", "predictor": "utility"}
 
+    def presets(self) -> Iterator[Candidate]:
+        """What other systems do, as far as it is allowed here, recorded, costed, and fits."""
+        for name, preset in PRESETS.items():
+            if preset.warm and not self.warm:
+                continue
+            settings = self._preset(name)
+            if settings is not None and self._recorded(settings):
+                yield Candidate(f"preset {name}", family(settings), settings)
+
+    def _preset(self, name: str) -> Settings | None:
+        """The preset's settings, for the slots there are beside what it stages."""
+        threads = self.threads[-1] if self.threads else 1
+        own = {key: getattr(self.base, key) for key in KEPT}
+        try:
+            settings = preset_settings(name, self.shape, threads, 0).changed(**own)
+            if settings.draft.kind != "none" and self.draft is not None:
+                settings = settings.changed(draft={**settings.draft.model_dump(), "model": self.draft.model})
+            room = self.budget(settings)
+            placed = preset_settings(name, self.shape, threads, room).slots_per_layer
+            return self.filled(settings.changed(slots_per_layer=placed))
+        except SettingsError:
+            return None
+
+    def _recorded(self, settings: Settings) -> bool:
+        """Whether the recordings hold what `settings` use, the profile can cost it, and its text is allowed."""
+        if settings.draft.kind != "none" and settings.draft != self.draft:
+            return False
+        if settings.miss_action != "fetch" and settings.cpu_threads not in self.threads:
+            return False
+        if settings.predictor in GATE_SIDE:
+            look = (settings.predictor, settings.prefetch_rolled)
+            if look not in self.looks.get(settings.prefetch_depth, ()):
+                return False
+            if settings.width(self.shape) > max(self.widths):
+                return False
+        return self.loss_pct(settings) is not None
+
     def fixed(self) -> Iterator[Candidate]:
         """Candidates that always compete, the default first."""
         uniform = [("default", self.uniform())]
         off = self.base.changed(slots_per_layer=(0,) * self.shape.n_moe_layers, cache_ratio=None)
-        uniform.append(("cache off", off if staging_slots(off, self.shape) <= self.slots else None))
+        uniform.append(("cache off", off if self.fits(off) else None))
         for prefetch in self.prefetches():
-            if prefetch["prefetch_depth"]:
-                name = "uniform, {predictor}, depth {prefetch_depth}, width {prefetch_width}".format(**prefetch)
-                name += ", speculated" if prefetch["speculate_layers"] else ""
-                uniform.append((name, self.uniform(**prefetch)))
+            if prefetch is not NO_PREFETCH:
+                uniform.append((_named(prefetch), self.uniform(**prefetch)))
         for miss in self.misses():
             if miss["miss_action"] != "fetch":
                 name = f"uniform, {miss['miss_action']} on {miss['cpu_threads']}, {miss['admission']}"
                 uniform.append((name, self.uniform(**miss)))
         uniform += [(name, self.uniform(**fields)) for name, fields in self.pooled()]
         if self.draft is not None:
-            uniform += [(f"{name}, drafts", self._drafted(settings)) for name, settings in uniform]
+            uniform += [(f"{name}, drafts", self.drafted(settings)) for name, settings in uniform]
         for name, settings in uniform:
             if settings is not None:
                 yield Candidate(name, family(settings), settings)
 
-    def _drafted(self, settings: Settings | None) -> Settings | None:
-        """`settings` with the recorded draft, for whose staging the largest layers give slots up; None: no room."""
+    def drafted(self, settings: Settings | None) -> Settings | None:
+        """`settings` with the recorded draft, whose staging takes slots; None: no room, or drafted already."""
         if settings is None or self.draft is None or settings.draft == self.draft:
             return None
-        drafted = settings.changed(draft=self.draft.model_dump())
-        counts = list(drafted.slots_per_layer or ())
-        over = sum(counts) + staging_slots(drafted, self.shape) - self.budget(drafted)
+        return self.fitted(settings.changed(draft=self.draft.model_dump()))
+
+    def fitted(self, settings: Settings) -> Settings | None:
+        """`settings` that name their slots, made to fill the memory: the largest layers give up what there is no room
+        for, the smallest take what is left (none do where nothing is kept). None: no room.
+        """
+        counts = list(settings.slots_per_layer or ())
+        over = sum(counts) + staging_slots(settings, self.shape) - self.budget(settings)
         if over > sum(counts):
             return None
         for _ in range(max(0, over)):
             counts[counts.index(max(counts))] -= 1
-        return drafted.changed(slots_per_layer=tuple(counts))
-
-    def neighbours(self, settings: Settings) -> Iterator[Settings]:
-        """One change at a time of what the programs do not vary."""
-        orders = ("lru", "lfu", "lfru", "utility", *(("static",) if self.warm else ()))
-        changes: list[dict[str, Any]] = [{"eviction": name} for name in orders]
-        if settings.admission == "background":
-            changes += [{"admit_per_step": n} for n in (1, 2, 4)]
-        if settings.miss_action == "split":
-            changes += [{"split_rule": rule, "objective": "makespan"} for rule in ("makespan", "tau", "bandwidth")]
-        if settings.predictor == "none" and settings.miss_action != "fetch" and settings.admission != "none":
-            changes += [{"predictor": name} for name in NEXT_STEP]
-        if settings.prefetch_depth:
-            changes += [{"prefetch_width": width} for width in self.widths]
-        drafted = self._drafted(settings)
-        if drafted is not None:
-            yield drafted
-        if settings.prefetch_depth and not settings.speculate_layers:
-            changes += [_look(name, rolled) for name, rolled in self.looks.get(settings.prefetch_depth, ())]
-        for change in changes:
-            other = settings.changed(**change)
-            held = sum(other.slots_per_layer or ()) + staging_slots(other, self.shape)
-            if other != settings and held <= self.budget(other):
-                yield other
+        for _ in range(-over if any(counts) else 0):
+            if min(counts) == self.shape.experts:
+                break
+            counts[counts.index(min(counts))] += 1
+        return settings.changed(slots_per_layer=tuple(counts))
 
 
-def _look(name: str, rolled: bool) -> dict[str, Any]:
-    return {"predictor": name, "prefetch_rolled": rolled, "speculate_layers": ()}
+def looked(look: Look) -> dict[str, Any]:
+    """Fields of settings that predict by `look`."""
+    return {"predictor": look[0], "prefetch_rolled": look[1], "speculate_layers": ()}
 
 
-def _key(name: str, rolled: bool, depth: int) -> str:
-    look = {"predictor": name, "prefetch_depth": max(2, depth) if rolled else depth, "prefetch_rolled": rolled}
-    return Settings.parse(look).prediction(depth)
+def _named(prefetch: Mapping[str, Any]) -> str:
+    parts = ["uniform"]
+    if prefetch["prefetch_depth"]:
+        parts.append("{predictor}, depth {prefetch_depth}, width {prefetch_width}".format(**prefetch))
+    if prefetch["speculate_layers"]:
+        parts.append("speculated")
+    if prefetch.get("expert_format") is not None:
+        parts.append(str(prefetch["expert_format"]))
+    return ", ".join(parts)
 
 
-def _looks(trace: Trace, costs: CostModel) -> dict[int, tuple[tuple[str, bool], ...]]:
-    """Per depth the predictors (and whether rolled) whose predictions are all there and costed, most recall first."""
-    found: dict[int, tuple[tuple[str, bool], ...]] = {}
-    for depth in range(1, MAX_PREFETCH_DEPTH + 1):
-        known = [
-            (name, rolled)
-            for name in GATE_SIDE
-            for rolled in ((False, True) if depth > 1 else (False,))
-            if all((_key(name, rolled, at), at) in trace.predictions for at in range(1, depth + 1))
-            and costs.measured(predict_probe(_key(name, rolled, depth)))
-        ]
-        if known:
-            recall = {look: _recall(trace, trace.predictions[_key(*look, depth), depth], depth) for look in known}
-            found[depth] = tuple(sorted(known, key=lambda look: -recall[look]))
-    return found
-
-
-def _recall(trace: Trace, predicted: NDArray[np.int16], depth: int) -> float:
-    """Share of the experts of the first decode rows that are among the first k predicted."""
-    rows = np.flatnonzero(trace.phase != PREFILL)[:RECALL_ROWS]
-    experts, guesses = trace.experts[rows, depth:], predicted[rows, depth:, : trace.meta.top_k]
-    return float((experts[..., None] == guesses[:, :, None]).any(-1).mean()) if len(rows) else 0.0
-
-
-def _recorded(trace: Trace, costs: CostModel) -> Draft | None:
-    """The draft whose windows a trace holds, if the profile can cost it."""
-    recorded = recorded_draft(trace)
-    if recorded is None or not costs.has_windows(recorded[0]):
-        return None
-    draft = Draft.model_validate({"kind": recorded[0], "gamma": recorded[1]})
-    model = trace.meta.sampling.get("draft_model") or draft.model_name
-    if draft.kind != "model":
-        return draft
-    return draft.model_copy(update={"model": model}) if model == costs.profile.meta.draft_model else None
+def _costed(costs: CostModel, settings: Settings) -> bool:
+    """Whether the profile holds the format of `settings`."""
+    try:
+        costs.for_settings(settings)
+    except (MismatchError, SettingsError):
+        return False
+    return True

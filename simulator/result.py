@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -114,6 +114,31 @@ class SimResult:
             "counters": {c.name.lower(): self.counters[0, :, c].tolist() for c in Counter},
             "sources": dict(self.sources),
         }
+
+
+def joined(results: Sequence[SimResult]) -> SimResult:
+    """One result of several runs of the same settings, each from a cold start: times and counts together."""
+    first = results[0]
+    if len(results) == 1:
+        return first
+    kinds = {kind for result in results for kind in (*result.time_ns, *result.prefill_time_ns)}
+    severity = ("measured", "interpolated", "extrapolated", "assumed")
+    sources: dict[str, str] = {}
+    for probe, source in (pair for result in results for pair in result.sources.items()):
+        sources[probe] = max(source, sources.get(probe, severity[0]), key=severity.index)
+    return replace(
+        first,
+        token_ns=np.concatenate([result.token_ns for result in results]),
+        token_part=np.concatenate([result.token_part for result in results]),
+        ttft_ns=np.concatenate([result.ttft_ns for result in results]),
+        steps=sum(result.steps for result in results),
+        time_ns={kind: sum(result.time_ns.get(kind, 0) for result in results) for kind in sorted(kinds)},
+        prefill_time_ns={kind: sum(r.prefill_time_ns.get(kind, 0) for r in results) for kind in sorted(kinds)},
+        counters=np.sum([result.counters for result in results], axis=0),
+        warm_ns=sum(result.warm_ns for result in results),
+        sources=dict(sorted(sources.items())),
+        timeline=(),
+    )
 
 
 def token_parts(request_of_token: NDArray[np.int64]) -> NDArray[np.int8]:

@@ -22,9 +22,9 @@ from foreload.simulator.workload import Request
 GRID_POINTS = 13
 
 
-def slot_grid(shape: ModelShape) -> list[int]:
-    """About 13 slot counts of one layer, from none to all."""
-    return sorted({round(n) for n in np.linspace(0, shape.experts, GRID_POINTS).tolist()})
+def slot_grid(shape: ModelShape, points: int = GRID_POINTS) -> list[int]:
+    """About so many slot counts of one layer, from none to all."""
+    return sorted({round(n) for n in np.linspace(0, shape.experts, points).tolist()})
 
 
 def replay_grid(

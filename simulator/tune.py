@@ -2,101 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from statistics import median
-from typing import Any
+from pathlib import Path
+from typing import TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
-from foreload.budget import slot_budget
+from foreload.budget import fixed_bytes, predictor_bytes, slot_budget
 from foreload.errors import MismatchError, UsageError
 from foreload.profiler.schema import HardwareProfile
 from foreload.quality import QualityReport
-from foreload.settings import Settings, check_slots, staging_slots
+from foreload.settings import Settings, check_slots
 from foreload.shape import ModelShape
 from foreload.simulator.bounds import Bounds, bounds
-from foreload.simulator.candidates import NO_PREFETCH, Candidate, Space, Speculation, family
-from foreload.simulator.compiled import simulate
+from foreload.simulator.candidates import Candidate, Change, Space
 from foreload.simulator.costs import CostModel
-from foreload.simulator.replay import Outcomes
-from foreload.simulator.solver import Outcome, Problem, solve
-from foreload.simulator.tables import layer_costs, replay_grid
-from foreload.simulator.workload import Request, load_requests, request_numbers
+from foreload.simulator.result import SimResult, joined
+from foreload.simulator.tuner.jobs import Chosen, Context, Plan, PlanJob, Robust, SimJob
+from foreload.simulator.tuner.journal import Journal
+from foreload.simulator.tuner.pool import Backend, Pool, Progress
+from foreload.simulator.tuner.result import PRESET, TuneResult
+from foreload.simulator.tuner.search import Found, Search
+from foreload.simulator.workload import load_requests, request_numbers
 from foreload.traces.schema import PREFILL, Trace
 
-PLAIN: dict[str, Any] = {"draft": {}}
-"""Integer programs plan steps of one token; what they plan also competes with the recorded draft."""
+__all__ = ["TuneOptions", "TuneResult", "Tuning", "prepare", "split_requests", "tune"]
+
 KEEP_BELOW = 0.01
 """A gain of at most this share is no reason to leave the default."""
-SHORT_LIST, PER_FAMILY, REFINED = 16, 2, 3
-Progress = Callable[[int, int, str], None]
+PRESETS_WITHIN = 1.02
+"""On the requests that choose, the answer is never further behind the best preset."""
 
 
-@dataclass(frozen=True)
-class TuneResult:
-    """The outcome of a tune; every figure in it is simulated."""
+class TuneOptions(TypedDict, total=False):
+    """What may be asked of a tune; one of `vram_bytes` and `slots` is needed."""
 
-    best: Candidate  # `default` itself if nothing beats it
-    default: Candidate
-    candidates: tuple[Candidate, ...]  # simulated, best first
-    bounds: Bounds  # on the requests that choose
-    slots: int  # budget, staging included
-    fit: tuple[int, ...]  # requests the programs saw
-    select: tuple[int, ...]  # requests that chose
-    held_out: tuple[int, ...]  # requests that did neither; empty in a short trace
-    quality_loss_pct: float = 0.0  # of the best: measured rise in perplexity; 0 where the text stays as it is
-
-    @property
-    def kept_default(self) -> bool:
-        """Whether the advice is to change nothing."""
-        return self.best is self.default
-
-    @property
-    def speedup(self) -> float:
-        """Default over best, simulated; on held-out requests where there are any."""
-        if self.default.report is not None and self.best.report is not None:
-            return self.default.report.tpot_ns / self.best.report.tpot_ns
-        return self.default.tpot_ns / self.best.tpot_ns
-
-    def families(self) -> tuple[Candidate, ...]:
-        """The best candidate of each family, best first."""
-        return tuple({c.family: c for c in reversed(self.candidates)}[name] for name in _names(self.candidates))
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON values, times in milliseconds."""
-        return {
-            "kept_default": self.kept_default,
-            "speedup": self.speedup,
-            "slots": self.slots,
-            "requests": {"fit": self.fit, "select": self.select, "held_out": self.held_out},
-            "default": _shown(self.default),
-            "best": _shown(self.best),
-            "families": [_shown(candidate) for candidate in self.families()],
-            "bounds": self.bounds.as_dict(),
-            "quality_loss_pct": self.quality_loss_pct,
-        }
+    vram_bytes: int | None  # device memory there is
+    context_tokens: int | None  # of keys and values beside the slots; default: the longest recorded
+    slots: int | None  # instead: expert slots of the base's format, persistent and staging
+    base: Settings | None  # the default to beat; what is not tuned is taken from it
+    quality: QualityReport | None  # measured losses of settings that change the text
+    format_loss_pct: Mapping[str, float] | None  # losses of expert formats, as given
+    max_quality_loss_pct: float | None  # what may be lost; without it nothing that changes the text competes
+    warm: NDArray[np.int64] | None  # [MoE layers, experts] uses in a recording that every run starts from
+    draft_bytes: int | None  # of the model that drafted the recordings: lets its windows compete
+    robust: Robust  # several recordings: the mean over their tokens, or the slowest one
+    seed: int | None  # draws which requests fit, select and are held out; default: in their order
+    jobs: int  # processes
+    backend: Backend
+    address: str | None  # of a Dask scheduler
+    resume: Path | None  # file that keeps what is finished
+    progress: Progress | None
 
 
-def _names(candidates: Sequence[Candidate]) -> list[str]:
-    return list(dict.fromkeys(candidate.family for candidate in candidates))
+def split_requests(
+    numbers: Sequence[int], seed: int | None = None
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Requests to fit on, to select by and to report on: halves and quarters; none is held out of fewer than three.
 
-
-def _shown(candidate: Candidate) -> dict[str, Any]:
-    result = candidate.report or candidate.result
-    return {
-        "name": candidate.name,
-        "family": candidate.family,
-        "settings": candidate.settings.model_dump(mode="json", exclude_defaults=True),
-        "planned_ms": None if candidate.planned_ns is None else candidate.planned_ns / 1e6,
-        "predicted": None if result is None else result.as_dict(),
-    }
-
-
-def split_requests(numbers: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Requests to fit on, to select by and to report on: halves and quarters; none is held out of fewer than three."""
-    chosen = tuple(numbers)
+    In the order they were recorded or, with a seed, in one drawn by it.
+    """
+    chosen = tuple(numbers) if seed is None else tuple(random.Random(seed).sample(list(numbers), len(numbers)))
     if len(chosen) < 2:
         return chosen, chosen, ()
     fit = len(chosen) // 2
@@ -105,222 +75,196 @@ def split_requests(numbers: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, 
 
 
 def tune(
-    trace: Trace,
+    traces: Trace | Sequence[Trace],
     profile: HardwareProfile,
     shape: ModelShape,
     dtype: str,
-    *,
-    vram_bytes: int | None = None,
-    context_tokens: int | None = None,
-    slots: int | None = None,
-    base: Settings | None = None,
-    quality: QualityReport | None = None,
-    max_quality_loss_pct: float | None = None,
-    warm: NDArray[np.int64] | None = None,
-    draft_bytes: int | None = None,
-    progress: Progress | None = None,
+    **asked: Unpack[TuneOptions],
 ) -> TuneResult:
-    """The best settings for a memory budget: `vram_bytes` (with `context_tokens` of keys and values, default the
-    trace's longest) or `slots`, persistent and staging. What is not tuned is taken from `base`, the default to beat.
-    `warm` [MoE layers, experts]: uses in a recording that every run starts from.
-    `draft_bytes` of the model that drafted the recording let its windows compete; without, only look-up's do.
-    Settings that change the text compete only if `quality` measured them to lose at most `max_quality_loss_pct`.
+    """The best settings for a memory budget (`TuneOptions`).
 
-    Deterministic. Raises BudgetError if the budget cannot hold staging, MismatchError if trace, profile and shape do
-    not belong together or the trace has no decode steps.
+    Deterministic, whoever does the work. Raises BudgetError if the budget cannot hold staging, MismatchError if traces,
+    profile and shape do not belong together or a trace has no decode steps.
     """
-    chosen = base or Settings()
-    if (vram_bytes is None) == (slots is None):
-        raise UsageError("tune needs one of vram_bytes and slots")
-    if not (trace.phase != PREFILL).any():
-        raise MismatchError("trace: holds no decode steps to tune on")
-    if slots is None:
-        longest = int(trace.position.max()) + 1
-        beside = (draft_bytes or 0) if chosen.draft.model_name is not None else 0
-        slots = slot_budget(shape, dtype, vram_bytes or 0, context_tokens or longest, chosen, beside)
-    costs = CostModel(profile, shape, dtype).for_settings(chosen)
-    start = chosen.changed(slots_per_layer=None, cache_ratio=None)
+    with prepare(traces, profile, shape, dtype, **asked) as tuning:
+        return tuning.run()
+
+
+@contextmanager
+def prepare(
+    traces: Trace | Sequence[Trace],
+    profile: HardwareProfile,
+    shape: ModelShape,
+    dtype: str,
+    **asked: Unpack[TuneOptions],
+) -> Iterator[Tuning]:
+    """A tune that is set up and checked, to run or to look at; arguments and errors as for `tune`."""
+    recorded = [traces] if isinstance(traces, Trace) else list(traces)
+    base, warm = asked.get("base") or Settings(), asked.get("warm")
+    for trace in recorded:
+        if not (trace.phase != PREFILL).any():
+            raise MismatchError("trace: holds no decode steps to tune on")
+    costs = CostModel(profile, shape, dtype).for_settings(base)
+    slots, room_bytes = _budget(recorded, costs, base, asked)
+    start = base.changed(slots_per_layer=None, cache_ratio=None)
     check_slots(start, shape, slots, costs.expert_bytes)
-    allowed = _allowed(trace, start, quality, max_quality_loss_pct)
-    known = {(found.predictor, found.layers) for found in allowed}
+    allowed = _allowed(recorded, start, asked)
+    known = {(change.predictor, change.layers) for change in allowed}
     if start.speculate_layers and (start.predictor, start.speculated(shape)) not in known:
         raise UsageError(
             "the settings to beat speculate, which changes the text: give their measured loss (foreload quality) and "
             "a budget for it that holds them"
         )
-    space = Space.of(trace, costs, start, slots, allowed, warm is not None, draft_bytes)
-    return _Tuner(trace, costs, space, progress, warm).run()
+    space = Space.of(recorded, costs, start, slots, allowed, warm is not None, asked.get("draft_bytes"))
+    splits = [split_requests(request_numbers(trace), asked.get("seed")) for trace in recorded]
+    fit, select, held = (tuple(split[part] for split in splits) for part in range(3))
+    with ExitStack() as stack:
+        resume = asked.get("resume")
+        journal = None if resume is None else stack.enter_context(Journal(resume))
+        workers = (asked.get("jobs", 1), asked.get("backend", "local"), asked.get("address"))
+        context = Context.of(recorded, profile, shape, dtype, warm)
+        pool = stack.enter_context(Pool(context, *workers, journal, asked.get("progress")))
+        parts = (fit, select, held)
+        yield Tuning(pool, replace(space, room_bytes=room_bytes), costs, parts, asked.get("robust", "mean"))
 
 
-def _allowed(
-    trace: Trace, base: Settings, quality: QualityReport | None, budget_pct: float | None
-) -> list[Speculation]:
-    """What was measured to lose at most `budget_pct`, of this model alone."""
-    if (quality is None) != (budget_pct is None):
-        raise UsageError("a quality budget and measured losses (foreload quality) go together: give both or none")
-    if quality is None or budget_pct is None:
+def _budget(traces: Sequence[Trace], costs: CostModel, base: Settings, asked: TuneOptions) -> tuple[int, int]:
+    """Slots, persistent and staging, and the bytes for them."""
+    vram, slots = asked.get("vram_bytes"), asked.get("slots")
+    if (vram is None) == (slots is None):
+        raise UsageError("tune needs one of vram_bytes and slots")
+    if slots is not None:
+        return slots, slots * costs.expert_bytes
+    assert vram is not None
+    shape, dtype = costs.shape, costs.profile.meta.dtype
+    context = asked.get("context_tokens") or max(int(trace.position.max()) for trace in traces) + 1
+    beside = (asked.get("draft_bytes") or 0) if base.draft.model_name is not None else 0
+    found = slot_budget(shape, dtype, vram, context, base, beside)
+    fixed = fixed_bytes(shape, dtype, context) + base.headroom_bytes + predictor_bytes(shape, dtype, base) + beside
+    return found, vram - fixed
+
+
+def _allowed(traces: Sequence[Trace], base: Settings, asked: TuneOptions) -> list[Change]:
+    """What is known to lose at most the budget, of this model alone."""
+    quality, budget_pct = asked.get("quality"), asked.get("max_quality_loss_pct")
+    given = asked.get("format_loss_pct") or {}
+    if (quality is None and not given) != (budget_pct is None):
+        raise UsageError("a quality budget and losses (measured: foreload quality) go together: give both or none")
+    if budget_pct is None:
         return []
-    if quality.weights_hash != trace.meta.weights_hash:
-        raise MismatchError(
-            f"quality report: of {quality.model!r} with weights {quality.weights_hash}, the recording is of "
-            f"{trace.meta.model!r} with weights {trace.meta.weights_hash}"
-        )
-    usable = [v for v in quality.variants if v.layers and not v.in_prompts and v.expert_format == base.expert_format]
-    measured = [(v, quality.loss_pct(v)) for v in usable]
-    return [Speculation(v.predictor, v.layers, loss) for v, loss in measured if loss <= budget_pct]
+    changes = [Change("none", (), name, loss) for name, loss in given.items() if name != base.expert_format]
+    if quality is not None:
+        for trace in traces:
+            if quality.weights_hash != trace.meta.weights_hash:
+                raise MismatchError(
+                    f"quality report: of {quality.model!r} with weights {quality.weights_hash}, the recording is of "
+                    f"{trace.meta.model!r} with weights {trace.meta.weights_hash}"
+                )
+        changes += _measured(quality, base)
+    return [change for change in changes if change.loss_pct <= budget_pct]
 
 
-class _Tuner:
-    def __init__(
-        self,
-        trace: Trace,
-        costs: CostModel,
-        space: Space,
-        progress: Progress | None,
-        warm: NDArray[np.int64] | None = None,
-    ) -> None:
-        self._warm = warm
-        self.trace, self.costs, self.space = trace, costs, space
-        self.fit, self.select, self.held_out = split_requests(request_numbers(trace))
-        self._progress = progress or (lambda done, total, what: None)
-        self._simulated: dict[Settings, Candidate] = {}
-        self._replays: dict[tuple[Any, ...], list[Outcomes]] = {}
-        self._loaded: dict[tuple[Any, ...], list[Request]] = {}
+def _measured(quality: QualityReport, base: Settings) -> list[Change]:
+    """The variants of a report that settings can be: one format for all layers, true routing in prompts."""
+    found = []
+    for variant in quality.variants:
+        format, speculates = variant.expert_format, bool(variant.layers)
+        if isinstance(format, tuple) or variant.in_prompts or not (speculates or format != base.expert_format):
+            continue
+        predictor = variant.predictor if speculates else "none"
+        found.append(Change(predictor, variant.layers, format, quality.loss_pct(variant)))
+    return found
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """A tune that is set up: what competes, on what, and who does the work."""
+
+    pool: Pool
+    space: Space
+    costs: CostModel
+    parts: tuple[Chosen, Chosen, Chosen]  # requests of each recording that fit, select, and are held out
+    robust: Robust
+
+    def search(self) -> Search:
+        """The search over `space`."""
+        return Search(self.pool, self.space, self.parts[0], self.parts[1], self.robust)
 
     def run(self) -> TuneResult:
-        """Plan, shorten, simulate, refine, choose."""
-        plans = self._plans()
-        fixed = list(self.space.fixed())
-        for_simulation = [*fixed, *_short_list(plans)]
-        for at, candidate in enumerate(for_simulation):
-            self._progress(at, len(for_simulation), "simulate")
-            self._simulate(candidate)
-        for winner in self._ranked()[:REFINED]:
-            for settings in self.space.neighbours(winner.settings):
-                self._simulate(Candidate(f"{winner.name}, refined", family(settings), settings, winner.planned_ns))
-        self._progress(len(for_simulation), len(for_simulation), "simulate")
-        return self._result(fixed[0].settings)
-
-    def _requests(self, settings: Settings) -> list[Request]:
-        depth, key = settings.prefetch_depth, _looked(settings)
-        if key not in self._loaded:
-            wide = settings.changed(prefetch_width=max(self.space.widths)) if depth else settings
-            self._loaded[key] = load_requests(self.trace, self.space.shape, wide, self.fit)
-        loaded = self._loaded[key]
-        width = settings.width(self.space.shape)
-        return [replace(r, predicted=tuple(np.ascontiguousarray(p[:, :, :width]) for p in r.predicted)) for r in loaded]
-
-    def _plans(self) -> list[Candidate]:
-        """One program per family of options; those whose staging does not fit are left out."""
-        prefetches = list(self.space.prefetches())
-        options = [{**miss, **prefetch, **PLAIN} for miss in self.space.misses() for prefetch in prefetches]
-        context = int(median(c for r in self._requests(self.space.base.changed(**PLAIN)) for c in r.context))
-        eviction = self._eviction(context)
-        plans = []
-        for at, option in enumerate(options):
-            self._progress(at, len(options), "plan")
-            plan = self._plan(self.space.base.changed(**option, eviction=eviction, pool="layer"), context)
-            if plan is not None:
-                plans.append(plan)
-        self._progress(len(options), len(options), "plan")
-        return sorted(plans, key=lambda c: c.planned_ns or 0.0)
-
-    def _eviction(self, context: int) -> str:
-        """The eviction order whose plan without prefetch or CPU is cheapest; winners are tried with the others too."""
-        base = self.space.base
-        plain = base.changed(miss_action="fetch", admission="demand", pool="layer", **NO_PREFETCH, **PLAIN)
-        orders = ("lru", "lfu", "lfru", "utility", *(("static",) if self._warm is not None else ()))
-        plans = [self._plan(plain.changed(eviction=name), context) for name in orders]
-        found = [plan for plan in plans if plan is not None]
-        return min(found, key=lambda plan: plan.planned_ns or 0.0).settings.eviction if found else base.eviction
-
-    def _plan(self, settings: Settings, context: int) -> Candidate | None:
-        shape, room = self.space.shape, self.space.budget(settings) - staging_slots(settings, self.space.shape)
-        if room < 0:
-            return None
-        table = layer_costs(self._grid(settings), self.costs, settings, context)
-        counts = np.tile(np.arange(shape.experts + 1), (shape.n_moe_layers, 1))
-        solution = solve(Problem(table, {"vram": counts}, {"vram": room}))
-        if solution.outcome not in (Outcome.PROVEN, Outcome.FEASIBLE_LIMIT):
-            return None
-        plan = settings.changed(slots_per_layer=solution.choice)
-        return Candidate("program", family(plan), plan, solution.objective)
-
-    def _grid(self, settings: Settings) -> list[Outcomes]:
-        threads = settings.cpu_threads if settings.miss_action == "split" else 0
-        key = (
-            settings.miss_action,
-            threads,
-            settings.admission,
-            settings.eviction,
-            settings.prefetch_width,
-            *_looked(settings),
-        )
-        if key not in self._replays:
-            self._replays[key] = replay_grid(self._requests(settings), self.costs, settings, warm=self._warm)
-        return self._replays[key]
-
-    def _simulate(self, candidate: Candidate) -> None:
-        if candidate.settings not in self._simulated:
-            result = self._run(candidate.settings, self.select)
-            self._simulated[candidate.settings] = replace(candidate, result=result)
-
-    def _run(self, settings: Settings, requests: tuple[int, ...]) -> Any:
-        capacity = settings.slots_per_layer or ()
-        return simulate(self.trace, self.costs, self.space.shape, settings, capacity, requests, warm=self._warm)
-
-    def _ranked(self) -> list[Candidate]:
-        return sorted(self._simulated.values(), key=lambda c: c.tpot_ns)
-
-    def _result(self, default_settings: Settings) -> TuneResult:
-        default = self._reported(self._simulated[default_settings])
-        ranked = self._ranked()
+        """Search and choose."""
+        search = self.search()
+        found = search.run()
+        default = self._reported(found.default)
+        ranked = found.ranked()
         best = default
         if ranked[0].tpot_ns < default.tpot_ns * (1 - KEEP_BELOW):
             winner = self._reported(ranked[0])
-            if winner.report is None or default.report is None or winner.report.tpot_ns < default.report.tpot_ns:
+            presets = [c.tpot_ns for c in ranked if c.name.startswith(PRESET)]
+            behind = bool(presets) and default.tpot_ns > PRESETS_WITHIN * min(presets)
+            if winner.report is None or default.report is None or behind or _tpot(winner) < _tpot(default):
                 best = winner
         known = {default.settings: default, best.settings: best}
+        plan = self._proven(found, search.whole_steps)
+        return self._result(found, plan, default, best, tuple(known.get(c.settings, c) for c in ranked))
+
+    def _result(
+        self, found: Found, plan: Plan | None, default: Candidate, best: Candidate, candidates: tuple[Candidate, ...]
+    ) -> TuneResult:
+        space, (fit, select, held_out) = self.space, self.parts
+        changing = {c.settings: space.loss_pct(c.settings) or 0.0 for c in candidates}
+        passed: dict[str, float] = {}
+        simulated = {c.family for c in candidates}
+        for settings, ns in sorted(found.part.items(), key=lambda item: item[1]):
+            name = found.names[settings].family
+            if name not in simulated:
+                passed.setdefault(name, ns / 1e6)
         return TuneResult(
             best=best,
             default=default,
-            candidates=tuple(known.get(c.settings, c) for c in ranked),
+            candidates=candidates,
             bounds=self._bounds(),
-            slots=self.space.slots,
-            fit=self.fit,
-            select=self.select,
-            held_out=self.held_out,
-            quality_loss_pct=self.space.loss_pct(best.settings),
+            slots=space.slots,
+            fit=fit[0],
+            select=select[0],
+            held_out=held_out[0],
+            quality_loss_pct=space.loss_pct(best.settings) or 0.0,
+            plan=plan,
+            recordings=len(fit),
+            robust=self.robust,
+            losses={settings: loss for settings, loss in changing.items() if loss},
+            passed_over=passed,
         )
 
+    def _proven(self, found: Found, steps: int | None) -> Plan | None:
+        """The cheapest plan of the programs again, to the optimum, with the linear program's bound beside it."""
+        if not found.plans:
+            return None
+        cheapest = found.plans[0].settings
+        ask = (cheapest.changed(slots_per_layer=None), self.space.budget(cheapest))
+        (done,) = self.pool.map([PlanJob((ask,), self.parts[0], steps, self.robust, relax=True)], "prove")
+        return next((plan for plan in done if isinstance(plan, Plan)), None)
+
     def _bounds(self) -> Bounds:
-        """The lower of the floors: of steps of one token and, where there are any, of the recorded windows."""
-        drafts = [PLAIN] if self.space.draft is None else [PLAIN, {"draft": self.space.draft.model_dump()}]
+        """The lower of the floors: of steps of one token and, where there are any, of the recorded windows.
+
+        Of several recordings the mean over their tokens, or the one with the lowest floor, as they are judged.
+        """
+        drafts = [Settings()] if self.space.draft is None else [Settings(), Settings(draft=self.space.draft)]
         found = []
         for draft in drafts:
-            steps = load_requests(self.trace, self.space.shape, Settings.parse(draft), self.select)
-            found.append(bounds(steps, self.costs, self.space.slots))
+            for trace, numbers in zip(self.pool.context.traces, self.parts[1], strict=True):
+                steps = load_requests(trace, self.space.shape, draft, numbers)
+                found.append(bounds(steps, self.costs, self.space.slots))
         return min(found, key=lambda one: one.floor_ns)
 
     def _reported(self, candidate: Candidate) -> Candidate:
-        if not self.held_out or candidate.report is not None:
+        """With the simulation on held-out requests, where every recording has some."""
+        if not all(self.parts[2]) or candidate.report is not None:
             return candidate
-        return replace(candidate, report=self._run(candidate.settings, self.held_out))
+        (results,) = self.search().simulated([SimJob(candidate.settings, self.parts[2])], "simulate held-out requests")
+        return replace(candidate, report=joined(results))
 
 
-def _looked(settings: Settings) -> tuple[Any, ...]:
-    """What decides which predictions are read, and which are executed."""
-    return settings.predictor, settings.prefetch_rolled, settings.prefetch_depth, settings.speculate_layers
-
-
-def _short_list(plans: Sequence[Candidate]) -> list[Candidate]:
-    """The cheapest plans, few of each family, and at least the cheapest of every family."""
-    taken: dict[str, int] = {}
-    firsts, others = [], []
-    for plan in plans:
-        taken[plan.family] = taken.get(plan.family, 0) + 1
-        if taken[plan.family] == 1:
-            firsts.append(plan)
-        elif taken[plan.family] <= PER_FAMILY:
-            others.append(plan)
-    return firsts + others[: max(0, SHORT_LIST - len(firsts))]
+def _tpot(candidate: Candidate) -> float:
+    report: SimResult | None = candidate.report
+    return report.tpot_ns if report is not None else candidate.tpot_ns

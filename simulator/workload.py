@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,6 +81,19 @@ def load_requests(
     predictions = _predictions(trace, shape, settings)
     executed = _executed(trace, shape, settings)
     return [_request(trace, number, predictions, executed, windows) for number in chosen]
+
+
+def first_steps(request: Request, steps: int) -> Request:
+    """The request as if it ended after so many decode steps."""
+    return replace(
+        request,
+        demand=request.demand[:steps],
+        counts=request.counts[:steps],
+        fed=request.fed[:steps],
+        emitted=request.emitted[:steps],
+        context=request.context[:steps],
+        predicted=tuple(table[:steps] for table in request.predicted),
+    )
 
 
 def recorded_draft(trace: Trace) -> tuple[str, int] | None:

@@ -4,5 +4,17 @@ from foreload.simulator.solver.milp import solve
 from foreload.simulator.solver.plans import best_plans, cheapest
 from foreload.simulator.solver.problem import Outcome, Problem, Solution, check, efficient
 from foreload.simulator.solver.shortfall import require
+from foreload.simulator.solver.sorting import by_sorting
 
-__all__ = ["Outcome", "Problem", "Solution", "best_plans", "cheapest", "check", "efficient", "require", "solve"]
+__all__ = [
+    "Outcome",
+    "Problem",
+    "Solution",
+    "best_plans",
+    "by_sorting",
+    "cheapest",
+    "check",
+    "efficient",
+    "require",
+    "solve",
+]

@@ -30,8 +30,9 @@ def solve(
     solver: SolverName | None = None,
     without: Sequence[tuple[int, ...]] = (),
     distance: int = 1,
+    relax: bool = True,
 ) -> Solution:
-    """The cheapest plan, to within `gap` (a share of its cost) of the optimum.
+    """The cheapest plan, to within `gap` (a share of its cost) of the optimum; `relax`: also the linear program's.
 
     Plans that differ from one of `without` in fewer than `distance` layers are excluded (no-good cuts). Never raises
     for an infeasible problem: see `Solution.outcome` and `require`.
@@ -54,7 +55,8 @@ def solve(
     objective = check(problem, choice)
     bound = objective if outcome is Outcome.PROVEN and not gap else _bound(model, name)
     share = (objective - bound) / abs(objective) if objective else 0.0
-    return Solution(outcome, choice, objective, bound, share, relaxed(model, name), seconds, name)
+    linear = relaxed(model, name) if relax else -np.inf
+    return Solution(outcome, choice, objective, bound, share, linear, seconds, name)
 
 
 def build(problem: Problem) -> tuple[pulp.LpProblem, list[list[Column]]]:

@@ -18,7 +18,7 @@ def best_plans(problem: Problem, count: int, distance: int = 1, time_limit_s: fl
     """
     found: list[Solution] = []
     while len(found) < count:
-        plan = solve(problem, time_limit_s, without=[s.choice for s in found], distance=distance)
+        plan = solve(problem, time_limit_s, without=[s.choice for s in found], distance=distance, relax=False)
         if not plan.found:
             break
         found.append(plan)

@@ -41,7 +41,8 @@ class Problem:
 class Solution:
     """The plan (if any) and what is known about it.
 
-    `bound` is proven: no plan costs less. `gap` is (objective - bound) / objective. `relaxed` is the linear program's.
+    `bound` is proven: no plan costs less. `gap` is (objective - bound) / objective. `relaxed` is the linear program's,
+    minus infinity where that was not solved.
     """
 
     outcome: Outcome

@@ -13,6 +13,7 @@ from foreload.simulator.solver import (
     Problem,
     Solution,
     best_plans,
+    by_sorting,
     cheapest,
     check,
     efficient,
@@ -181,3 +182,20 @@ def test_solving_prints_nothing():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("", "")
+
+
+@pytest.mark.unit
+def test_sorting_is_the_linear_program_of_one_budget():
+    rng = np.random.default_rng(2)
+    exact = 0
+    for _ in range(60):
+        problem = random_problem(rng, ("vram",))
+        sorted_, solved = by_sorting(problem), solve(problem)
+        if solved.outcome is Outcome.INFEASIBLE:
+            assert sorted_.outcome is Outcome.INFEASIBLE
+            continue
+        assert sorted_.bound == pytest.approx(solved.relaxed, abs=1e-6)
+        assert sorted_.bound - 1e-6 <= solved.objective <= sorted_.objective + 1e-6
+        assert check(problem, sorted_.choice) == pytest.approx(sorted_.objective)
+        exact += sorted_.objective <= solved.objective + 1e-6
+    assert exact > 20

@@ -55,7 +55,7 @@ def test_every_candidate_fits_and_is_ranked(tuned):
 @pytest.mark.integration
 def test_reports_progress_and_json(tuned):
     result, seen = tuned
-    assert {what for _, _, what in seen} == {"plan", "simulate"}
+    assert {"plan", "simulate"} <= {what for _, _, what in seen}
     assert all(0 <= done <= total for done, total, _ in seen)
     values = json.loads(json.dumps(result.as_dict()))
     assert values["requests"] == {"fit": [0, 1], "select": [2], "held_out": [3]}

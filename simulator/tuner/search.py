@@ -1,0 +1,179 @@
+"""The search of `tune`: programs plan, a part of the requests shortens the list, whole simulations decide.
+
+Every candidate that may matter is simulated whole: the default, all presets, and what is within `NEAR` of the best on
+the part. Then small changes of the best ones are tried until none helps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from foreload.settings import Settings
+from foreload.simulator.candidates import NO_PREFETCH, Candidate, Space, family
+from foreload.simulator.result import SimResult, joined
+from foreload.simulator.tuner.jobs import Chosen, Plan, PlanJob, Robust, SimJob, sharing
+from foreload.simulator.tuner.moves import neighbours
+from foreload.simulator.tuner.pool import Pool
+
+PLAN_STEPS, WHOLE_STEPS, SCREEN_STEPS = 256, 1024, 192
+"""Decode steps of a recording by which options are planned, then the best of them, and candidates compared first."""
+SHORT_LIST, PER_FAMILY = 16, 2
+PLANNED_WHOLE, PLANS_EACH, PLANS_APART = 3, 3, 4
+"""Options planned again of the best simulated and of the cheapest, plans of each, layers in which two plans differ."""
+NEAR, NEARER, AT_LEAST = 1.15, 1.03, 8
+"""Candidates to simulate whole: within this factor of the best on the part, later this one; at first so many at least.
+"""
+ROUNDS, EXPANDED = 4, 3
+"""Rounds of small changes, and the candidates that are changed in each."""
+
+
+@dataclass
+class Found:
+    """What a search has simulated, and the plans behind it."""
+
+    default: Candidate
+    whole: dict[Settings, Candidate] = field(default_factory=dict)  # simulated on all requests that choose
+    part: dict[Settings, float] = field(default_factory=dict)  # nanoseconds per token on a part of them
+    names: dict[Settings, Candidate] = field(default_factory=dict)
+    plans: list[Plan] = field(default_factory=list)  # cheapest first
+
+    def ranked(self) -> list[Candidate]:
+        """Candidates that were simulated whole, best first."""
+        return sorted(self.whole.values(), key=lambda c: c.tpot_ns)
+
+
+class Search:
+    """One search: `fit` requests plan, `select` requests choose."""
+
+    def __init__(self, pool: Pool, space: Space, fit: Chosen, select: Chosen, robust: Robust = "mean") -> None:
+        self._pool, self._space = pool, space
+        self._fit, self._select, self._robust = fit, select, robust
+        self._plan_steps = self._part(fit, PLAN_STEPS)
+        self._screen_steps = self._part(select, SCREEN_STEPS)
+        self.whole_steps = self._part(fit, WHOLE_STEPS)
+        """Steps of each request that the best options are planned on; None: all."""
+
+    def _part(self, chosen: Chosen, steps: int) -> int | None:
+        """Steps of each request that make a part of about `steps`; None: all, where that is hardly more."""
+        decoded, most = [], 1
+        for trace, numbers in zip(self._pool.context.traces, chosen, strict=True):
+            rows = np.isin(trace.request, numbers) & (trace.phase != 0)
+            decoded.append(int(rows.sum()))
+            most = max(most, len(numbers))
+        return None if max(decoded) <= 2 * steps else -(-steps // most)
+
+    def run(self) -> Found:
+        """Plan, shorten, simulate, change, until nothing helps."""
+        fixed = list(self._space.fixed())
+        found = Found(fixed[0])
+        found.plans = self._plans()
+        presets = list(self._space.presets())
+        first = [fixed[0], *presets]
+        self._try(found, [*first, *fixed[1:], *_short_list(found.plans)], {c.settings for c in first})
+        self._try(found, self._best_plans(found))
+        expanded: set[Settings] = set()
+        for _ in range(ROUNDS):
+            starts = [c for c in found.ranked()[:EXPANDED] if c.settings not in expanded]
+            if not starts:
+                break
+            expanded |= {c.settings for c in starts}
+            self._try(found, [change for start in starts for change in self._changes(start)])
+        found.default = found.whole[fixed[0].settings]
+        return found
+
+    # Planning
+
+    def options(self) -> list[Settings]:
+        """Settings whose slots are planned: every way to serve a miss with every way to look ahead."""
+        prefetches = list(self._space.prefetches())
+        base = self._space.base.changed(draft={}, pool="layer", slots_per_layer=None, cache_ratio=None)
+        found = [base.changed(**miss, **prefetch) for miss in self._space.misses() for prefetch in prefetches]
+        return [option for option in found if self._space.loss_pct(option) is not None]
+
+    def _plans(self) -> list[Plan]:
+        """One program per option, all with the eviction order that plans best without prefetch or CPU."""
+        like = PlanJob((), self._fit, self._plan_steps, self._robust, rough=True)
+        plain = self.options()[0].changed(miss_action="fetch", admission="demand", **NO_PREFETCH)
+        orders = ("lru", "lfu", "lfru", "utility", *(("static",) if self._space.warm else ()))
+        tried = self._planned([plain.changed(eviction=name) for name in orders], like, "plan evictions")
+        eviction = min(tried, key=lambda plan: plan.planned_ns).settings.eviction if tried else plain.eviction
+        plans = self._planned([option.changed(eviction=eviction) for option in self.options()], like, "plan")
+        return sorted(plans, key=lambda plan: plan.planned_ns)
+
+    def _planned(self, options: Sequence[Settings], like: PlanJob, what: str) -> list[Plan]:
+        asks = [(option, self._space.budget(option)) for option in options]
+        jobs = sharing(asks, self._space.shape, like)
+        return [plan for done in self._pool.map(jobs, what) for plan in done if isinstance(plan, Plan)]
+
+    def _best_plans(self, found: Found) -> list[Candidate]:
+        """More than one plan of what was simulated best and of what is planned best, on all requests that plan."""
+        best = [c.settings for c in found.ranked() if c.settings.pool == "layer" and c.settings.draft.kind == "none"]
+        chosen = dict.fromkeys(
+            settings.changed(slots_per_layer=None)
+            for settings in (*best[:PLANNED_WHOLE], *(plan.settings for plan in found.plans[:PLANNED_WHOLE]))
+        )
+        like = PlanJob((), self._fit, self.whole_steps, self._robust, PLANS_EACH, PLANS_APART)
+        plans = self._planned(list(chosen), like, "plan on all")
+        return [_candidate(plan) for plan in plans]
+
+    # Simulating
+
+    def _changes(self, start: Candidate) -> list[Candidate]:
+        return [
+            Candidate(f"{start.name}, {what}" if len(start.name) < 60 else start.name, family(other), other)
+            for what, other in neighbours(self._space, start.settings)
+        ]
+
+    def _try(self, found: Found, candidates: Sequence[Candidate], always: Collection[Settings] = ()) -> None:
+        """Simulate what is new: on a part first, then whole what is near the best on it, and `always` in any case."""
+        new: dict[Settings, Candidate] = {}
+        for candidate in candidates:
+            if candidate.settings not in found.names:
+                new.setdefault(candidate.settings, candidate)
+        found.names.update(new)
+        wanted = list(new)
+        if self._screen_steps is not None and wanted:
+            parts = self._simulated(wanted, self._screen_steps, "simulate a part")
+            found.part.update(dict(zip(wanted, (self._tpot(results) for results in parts), strict=True)))
+            limit = (NEAR if always else NEARER) * min(found.part.values())
+            order = sorted(wanted, key=lambda settings: found.part[settings])
+            near = {s for at, s in enumerate(order) if found.part[s] <= limit or (always and at < AT_LEAST)}
+            wanted = [s for s in wanted if s in near or s in always]
+        for settings, results in zip(wanted, self._simulated(wanted, None, "simulate"), strict=True):
+            found.whole[settings] = self._known(new[settings], results)
+
+    def _simulated(self, wanted: Sequence[Settings], steps: int | None, what: str) -> list[tuple[SimResult, ...]]:
+        return self.simulated([SimJob(settings, self._select, steps) for settings in wanted], what)
+
+    def simulated(self, jobs: Sequence[SimJob], what: str) -> list[tuple[SimResult, ...]]:
+        """Results per job and recording."""
+        done = self._pool.map(jobs, what)
+        return [tuple(one for one in results if isinstance(one, SimResult)) for results in done]
+
+    def _tpot(self, results: Sequence[SimResult]) -> float:
+        return max(r.tpot_ns for r in results) if self._robust == "worst" else joined(results).tpot_ns
+
+    def _known(self, candidate: Candidate, results: Sequence[SimResult]) -> Candidate:
+        worst = max(r.tpot_ns for r in results) if self._robust == "worst" else None
+        tpots = tuple(r.tpot_ns for r in results)
+        return replace(candidate, result=joined(results), worst_ns=worst, tpots_ns=tpots)
+
+
+def _candidate(plan: Plan) -> Candidate:
+    return Candidate("program", family(plan.settings), plan.settings, plan.planned_ns)
+
+
+def _short_list(plans: Sequence[Plan]) -> list[Candidate]:
+    """The cheapest plans, few of each family, and at least the cheapest of every family."""
+    taken: dict[str, int] = {}
+    firsts, others = [], []
+    for plan in map(_candidate, plans):
+        taken[plan.family] = taken.get(plan.family, 0) + 1
+        if taken[plan.family] == 1:
+            firsts.append(plan)
+        elif taken[plan.family] <= PER_FAMILY:
+            others.append(plan)
+    return firsts + others[: max(0, SHORT_LIST - len(firsts))]
