@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from foreload.errors import UsageError
-from foreload.settings import DraftKind, Settings
+from foreload.settings import DraftKind, Settings, staging_slots
 from foreload.shape import ModelShape
 from foreload.units import parse_bytes, parse_rate
 
@@ -123,16 +123,27 @@ def chosen_settings(
         raise UsageError("--settings and --preset exclude each other: give one of them")
 
     def fitted(shape: ModelShape) -> Settings:
-        from foreload.backend.engine import available_bytes
-        from foreload.budget import slot_budget
         from foreload.presets import preset_settings
 
-        vram = available_bytes(options)
-        slots = slot_budget(shape, options.resolved_dtype, vram, options.context_tokens)
         threads = max(1, len(os.sched_getaffinity(0)) - 1)
+        unplaced = preset_settings(preset, shape, threads, cache_ratio=0.0)
+        drafted = with_draft(unplaced, kind, gamma, draft_model)
+        slots = _preset_slots(shape, options, drafted) - staging_slots(drafted, shape) + staging_slots(unplaced, shape)
         return with_draft(preset_settings(preset, shape, threads, slots), kind, gamma, draft_model)
 
     return fitted
+
+
+def _preset_slots(shape: ModelShape, options: EngineOptions, settings: Settings) -> int:
+    """Expert slots that fit on the device beside the draft model of `settings`."""
+    from foreload.backend.engine import available_bytes
+    from foreload.backend.models.checkpoint import Checkpoint
+    from foreload.backend.speculate.model import draft_bytes
+    from foreload.budget import slot_budget
+
+    name, dtype, context = settings.draft.model_name, options.resolved_dtype, options.context_tokens
+    beside = 0 if name is None else draft_bytes(Checkpoint.open_dense(name), dtype, context)
+    return slot_budget(shape, dtype, available_bytes(options), context, settings, beside)
 
 
 def with_draft(settings: Settings, kind: DraftKind | None, gamma: int | None, model: str | None) -> Settings:

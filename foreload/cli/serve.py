@@ -23,6 +23,7 @@ from foreload.cli.engine_options import (
     SettingsFlag,
     ShadowFlag,
     VramFlag,
+    WarmFlag,
     chosen_settings,
     engine_options,
     open_engine,
@@ -55,6 +56,7 @@ def serve(
     gamma: GammaFlag = None,
     draft_model: DraftModelFlag = None,
     profile: ProfileFlag = None,
+    warm: WarmFlag = None,
     device: DeviceFlag = "auto",
     dtype: DtypeFlag = None,
     vram: VramFlag = None,
@@ -90,7 +92,7 @@ def serve(
     )
     chosen = engine_options(device, dtype, vram, link, context, calibration, shadow, eager)
     wanted = chosen_settings(settings, None, chosen, draft, gamma, draft_model)
-    with listening(options) as bound, open_engine(model, chosen, wanted, profile, output) as engine:
+    with listening(options) as bound, open_engine(model, chosen, wanted, profile, output, warm) as engine:
         name = engine.checkpoint.name
 
         def started(url: str) -> None:

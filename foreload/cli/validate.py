@@ -11,6 +11,7 @@ from foreload.cli.engine_options import (
     DeviceFlag,
     ModelArg,
     VramFlag,
+    WarmFlag,
     engine_options,
     open_engine,
 )
@@ -20,6 +21,8 @@ from foreload.cli.simulate import link_text
 from foreload.errors import UsageError
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from rich.console import Console
 
     from foreload.backend.engine import Engine
@@ -42,6 +45,7 @@ def validate(
     one_point: Annotated[
         bool, typer.Option("--one-point", help="Also the errors left after scaling by the first setting's.")
     ] = False,
+    warm: WarmFlag = None,
     vram: VramFlag = None,
     device: DeviceFlag = "auto",
     out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the rows as JSON.")] = None,
@@ -58,9 +62,9 @@ def validate(
     inputs = load_inputs(profile, trace, output)
     if (inputs.trace.token_id < 0).any():
         raise UsageError(f"{trace}: its token ids are not recorded, and validate runs them: record it with foreload")
-    with _open(model, inputs, profile, device, vram, output) as engine:
+    with _open(model, inputs, profile, device, vram, output, warm) as engine:
         chosen = _chosen(settings, inputs, engine)
-        comparisons = run(engine, inputs, chosen, requests, repeats, seed, output)
+        comparisons = run(engine, inputs, chosen, requests, repeats, seed, output, inputs.warm_counts(warm))
     values = report(comparisons, inputs, repeats, one_point)
     if out is not None:
         from foreload.files import write_json
@@ -74,14 +78,16 @@ def validate(
     output.finish(values, lambda console: _show(console, values))
 
 
-def _open(model: str, inputs: Inputs, profile: Path, device: Any, vram: str | None, output: Output) -> Engine:
+def _open(
+    model: str, inputs: Inputs, profile: Path, device: Any, vram: str | None, output: Output, warm: Path | None
+) -> Engine:
     from foreload.settings import Settings
 
     meta = inputs.profile.meta
     longest = int(inputs.trace.position.max(initial=0)) + 2
     link = None if meta.emulated_link_bytes_per_s is None else str(meta.emulated_link_bytes_per_s)
     options = engine_options(device, meta.dtype, vram, link, longest, eager=True)  # as profiles are measured
-    return open_engine(model, options, Settings(cache_ratio=0.0), profile, output)
+    return open_engine(model, options, Settings(cache_ratio=0.0), profile, output, warm)
 
 
 def _chosen(paths: list[Path] | None, inputs: Inputs, engine: Engine) -> list[Settings]:
@@ -95,9 +101,19 @@ def _chosen(paths: list[Path] | None, inputs: Inputs, engine: Engine) -> list[Se
 
 
 def run(
-    engine: Engine, inputs: Inputs, settings: list[Settings], requests: int, repeats: int, seed: int, output: Output
+    engine: Engine,
+    inputs: Inputs,
+    settings: list[Settings],
+    requests: int,
+    repeats: int,
+    seed: int,
+    output: Output,
+    warm: NDArray[np.int64] | None = None,
 ) -> list[Comparison]:
-    """Simulate, then measure by turns, the last `requests` of the recording under every setting."""
+    """Simulate, then measure by turns, the last `requests` of the recording under every setting.
+
+    `warm` [MoE layers, experts]: what the engine starts from, too.
+    """
     from foreload.backend.measure import measure
     from foreload.settings import check_slots
     from foreload.simulator.compiled import simulate
@@ -109,7 +125,7 @@ def run(
         predicted = []
         for one in settings:
             capacity = check_slots(one, engine.shape, engine.slot_limit, engine.expert_bytes)
-            result = simulate(inputs.trace, inputs.profile, inputs.shape, one, capacity, numbers)
+            result = simulate(inputs.trace, inputs.profile, inputs.shape, one, capacity, numbers, warm)
             predicted.append(Figures.of(result))
             progress.advance(task)
         progress.update(task, description="measuring", total=len(settings) * repeats, completed=0)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from foreload.assets import ASSETS
 from foreload.cli import main
 from foreload.errors import MismatchError, SettingsError
 from foreload.presets import PRESETS, preset_settings
@@ -125,3 +126,33 @@ def test_counts_of_another_model_are_refused(
 
     with pytest.raises(MismatchError, match="a warm start needs a recording of the same model"):
         warm_counts(tmp_path / "t.parquet", replace(shape, hidden=32))
+
+
+@pytest.mark.integration
+def test_placed_layers_leave_room_for_a_draft(capsys: pytest.CaptureFixture[str]) -> None:
+    """A draft model and its windows take device memory that whole layers then do not get."""
+    flags = ["run", "mini", "--prompt", "The kernel", "-n", "3", "--device", "cpu", "--preset", "llama_cpp"]
+    slots = []
+    for draft in ((), ("--draft", "model", "--gamma", "8")):
+        code, found = result(capsys, *flags, "--vram", "22MiB", *draft)
+        assert code == 0
+        slots.append(found["settings"].split("slots_per_layer=")[1].split()[0])
+    assert slots[0] > slots[1]
+
+
+@pytest.mark.integration
+def test_validate_starts_warm(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """What a recording warms is there in the simulation and on the engine: they count the same hits."""
+    trace, chosen = tmp_path / "t.parquet", tmp_path / "s.json"
+    record = ["record", "mini", "--out", str(trace), "--requests", "1", "--tokens", "6", "--depth", "0"]
+    assert main([*record, "--device", "cpu"]) == 0
+    Settings(cache_ratio=0.4, eviction="static").save(chosen)
+    capsys.readouterr()
+    profile = str(ASSETS / "dashboard" / "profile-cpu.json")
+    flags = ["validate", "mini", "--profile", profile, "--trace", str(trace), "--settings", str(chosen)]
+    code, found = result(capsys, *flags, "--repeats", "1", "--warm-start", str(trace))
+    assert code == 0
+    (row,) = found["rows"]
+    assert row["predicted_hit_rate"] == row["measured_hit_rate"] > 0
+    code, found = result(capsys, *flags, "--repeats", "1")
+    assert (code, "eviction 'static' needs counts of a recording" in found["error"]) == (2, True)
