@@ -1,0 +1,235 @@
+"""Tuned settings against default, presets and the best of a grid: simulated, then measured on replayed routing.
+
+    python -m benchmarks.tuned_h200 --trace topo=FILE --out DIR [--model shape:qwen3-30b-a3b] [--device cuda]
+    python -m benchmarks.tuned_h200 --prepare --profile FILE --trace topo=FILE --out DIR    the simulated part, on CPUs
+    python -m benchmarks.tuned_h200 --table DIR/tuned-h200.json
+
+DIR holds the machine's profile. Cache sizes are shares of all experts; each is tuned, and a grid of more than 500
+uniform settings simulated, on tokens that are not measured, for the link as it is and for a slower one. Then the engine
+runs the tuned setting, the default, every preset that it can run and the grid's ten best by turns, its link throttled
+for the second part. What was simulated is in DIR/tuned-h200-prepared.json, and used again if profile and tokens are the
+same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.beside import PROFILE, Beside, Cell, costs_of, provenance, row, simulate_rows
+from benchmarks.opened import add_engine_flags, opened
+from benchmarks.tuned_grid import FIRST, TOKENS, Budget, Inputs, prepare
+from benchmarks.workloads import Workload
+from foreload.backend.engine import Engine
+from foreload.backend.models.checkpoint import Checkpoint
+from foreload.errors import FileError
+from foreload.files import read_mapping, write_json
+from foreload.profiler.schema import HardwareProfile
+from foreload.settings import Settings
+from foreload.shape import ModelShape
+from foreload.simulator.costs import CostModel, split_costs
+from foreload.traces.io import read_trace
+from foreload.traces.schema import Trace
+
+FILE, PREPARED = "tuned-h200.json", "tuned-h200-prepared.json"
+RATIOS = (0.17, 0.25, 0.05, 0.5)
+LINKS = (None, 12_000_000_000)
+CONTEXT, WARM, STEPS, REPEATS = 1024, 8, 24, 3
+PREPARE_SHARE, FULL_LINK_SHARE, MEASURE_SHARE = 0.4, 0.6, 0.95
+FEW = 3
+"""Of the grid's and of the presets' best, those that are measured first."""
+
+
+def on_engine(engine: Engine, routing: Mapping[str, Trace], until: float, out: Path) -> dict[str, Any]:
+    """All rows on an open engine until a time on the monotonic clock; also in `out`/tuned-h200.json after each round.
+
+    FileError if `out` holds no profile.
+    """
+    return measure(engine, routing, until, out)
+
+
+def measure(
+    engine: Engine,
+    routing: Mapping[str, Trace],
+    until: float,
+    out: Path,
+    ratios: Sequence[float] = RATIOS,
+    links: Sequence[int | None] = LINKS,
+    context: int = CONTEXT,
+    warm: int = WARM,
+    steps: int = STEPS,
+    tokens: int = TOKENS,
+    first: int = FIRST,
+) -> dict[str, Any]:
+    """See `on_engine`."""
+    begun = time.monotonic()
+    if not (out / PROFILE).exists():
+        raise FileError(f"{out / PROFILE}: is needed to tune by, and is not there")
+    workload = workload_of(routing, engine.shape, warm, steps)
+    inputs = Inputs.of(HardwareProfile.load(out / PROFILE), workload, tokens)
+    budgets = [Budget(link, ratio) for link in links for ratio in ratios]
+    prepared = prepared_in(out, inputs, budgets, PREPARE_SHARE * (until - begun), first)
+    found = provenance(engine, [workload]) | {"repeats": REPEATS, "prepared": prepared, "rows": []}
+    write_json(out / FILE, found)
+    before = engine.link_bytes_per_s
+    try:
+        for at, link in enumerate(links):
+            share = FULL_LINK_SHARE if at + 1 < len(links) else MEASURE_SHARE
+            now = time.monotonic()
+            engine.throttle(link if link is not None else before)
+            costs = inputs.costs(Budget(link, 0.0))
+            _measure_link(engine, workload, costs, link, prepared, found, context, now + share * (until - now), out)
+    finally:
+        engine.throttle(before)
+    found["regret"] = regrets(found)
+    write_json(out / FILE, found)
+    return found
+
+
+def workload_of(routing: Mapping[str, Trace], shape: ModelShape, warm: int, steps: int) -> Workload:
+    """`topo` if it is there, else the first."""
+    name = "topo" if "topo" in routing else next(iter(routing))
+    return Workload(name, routing[name], shape, warm, steps)
+
+
+def prepared_in(out: Path, inputs: Inputs, budgets: Sequence[Budget], seconds: float, first: int) -> dict[str, Any]:
+    """What was simulated before with the same profile and tokens, or now."""
+    path = out / PREPARED
+    if path.exists():
+        held = read_mapping(path, "prepared settings")
+        if held.get("key") == inputs.key and not held["left_out"]:
+            return held
+    found = prepare(inputs, budgets, seconds, first)
+    write_json(path, found)
+    return found
+
+
+def _measure_link(
+    engine: Engine,
+    workload: Workload,
+    costs: CostModel,
+    link: int | None,
+    prepared: Mapping[str, Any],
+    found: dict[str, Any],
+    context: int,
+    until: float,
+    out: Path,
+) -> None:
+    """Rounds on one link: what decides regret first, then the rest once, then what decides again."""
+    engine.use_costs(lambda wanted: split_costs(costs, engine.shape, wanted))
+    groups = [
+        cells(of, workload.name, context) for of in prepared["budgets"].values() if of["link_bytes_per_s"] == link
+    ]
+    telling, others = [c for one, _ in groups for c in one], [c for _, rest in groups for c in rest]
+    beside, known = Beside(engine, [workload], until), list(found["rows"])
+    for turn in (telling, others, telling, telling, others):
+        beside.round(turn)
+        now = [row(cell, engine) | {"link_bytes_per_s": link} for cell in (*telling, *others)]
+        found["rows"] = known + now
+        found["regret"] = regrets(found)
+        write_json(out / FILE, found)
+    simulate_rows(now, [workload], costs, until + 10)
+
+
+def cells(of: Mapping[str, Any], workload: str, context: int) -> tuple[list[Cell], list[Cell]]:
+    """Distinct settings of a budget: those that decide regret, and the rest; equal ones share a cell and its name."""
+    named: dict[str, dict[str, Any]] = {name: entry[0] for name, entry in of["named"].items()}
+    named |= {f"grid {at}": entry[0] for at, entry in enumerate(of["grid"], 1)}
+    presets = sorted((n for n in of["named"] if n.startswith("preset ")), key=lambda n: of["named"][n][1])
+    first = {"tuned", "default", *(f"grid {at}" for at in range(1, FEW + 1)), *presets[:FEW]}
+    alike: dict[Settings, list[str]] = {}
+    for name, fields in named.items():
+        alike.setdefault(Settings.parse(fields), []).append(name)
+    made: tuple[list[Cell], list[Cell]] = ([], [])
+    for settings, names in alike.items():
+        cell = Cell(" = ".join(names), workload, settings, context, of["cache_ratio"])
+        made[0 if first & set(names) else 1].append(cell)
+    return made
+
+
+def regrets(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Per budget the tuned setting against default, best preset and best of the grid's ten, measured and simulated."""
+    table = []
+    for key, of in found["prepared"]["budgets"].items():
+        mine = (of["link_bytes_per_s"], of["cache_ratio"])
+        rows = [
+            one for one in found["rows"] if (one["link_bytes_per_s"], one["cache_ratio"]) == mine and "tpot_ms" in one
+        ]
+        times = {name: one["tpot_ms"] for one in rows for name in one["name"].split(" = ")}
+        if "tuned" not in times:
+            continue
+        table.append(
+            {
+                "budget": key,
+                "tuned_ms": times["tuned"],
+                "spread_pct": max(one["spread_pct"] for one in rows),
+                "speedup": times["default"] / times["tuned"] if "default" in times else None,
+                "behind_grid_pct": _behind(times, "grid "),
+                "behind_presets_pct": _behind(times, "preset "),
+                "grid_measured": sum(name.startswith("grid ") for name in times),
+                "presets_measured": sum(name.startswith("preset ") for name in times),
+                "grid_settings": of["grid_settings"],
+                "simulated_regret_pct": of["simulated_regret_pct"],
+                "simulated_behind_presets_pct": of["simulated_behind_best_preset_pct"],
+            }
+        )
+    return table
+
+
+def _behind(times: Mapping[str, float], prefix: str) -> float | None:
+    others = [ms for name, ms in times.items() if name.startswith(prefix)]
+    return 100 * (times["tuned"] / min(others) - 1) if others else None
+
+
+def markdown(found: Mapping[str, Any]) -> str:
+    """The regrets as a table."""
+
+    def shown(value: float | None) -> str:
+        return "-" if value is None else f"{value:+.1f} %"
+
+    lines = [
+        f"{found['model']} on {found['device']}, {found['date']}\n",
+        "| cache, link | tuned ms/token | x default | behind the grid's best | simulated | behind the best preset "
+        "| simulated | grid settings, measured |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for one in found["regret"]:
+        faster = "-" if one["speedup"] is None else f"{one['speedup']:.2f}"
+        lines.append(
+            f"| {one['budget']} | {one['tuned_ms']:.2f} | {faster} | {shown(one['behind_grid_pct'])} "
+            f"| {shown(one['simulated_regret_pct'])} | {shown(one['behind_presets_pct'])} "
+            f"| {shown(one['simulated_behind_presets_pct'])} | {one['grid_settings']}, {one['grid_measured']} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main(args: Sequence[str] | None = None, checkpoint: Checkpoint | None = None) -> dict[str, Any]:
+    """Prepare, measure, or show what was measured; returns it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_engine_flags(parser)
+    parser.add_argument("--trace", action="append", default=[], metavar="NAME=FILE", help="the workload")
+    parser.add_argument("--prepare", action="store_true", help="simulate alone, from --profile")
+    parser.add_argument("--profile", type=Path)
+    parser.add_argument("--table", type=Path, help="show these results instead")
+    given = parser.parse_args(args)
+    if given.table is not None:
+        found: dict[str, Any] = read_mapping(given.table, "results")
+        print(markdown(found))
+        return found
+    routing = {name: read_trace(Path(path)) for name, _, path in (one.partition("=") for one in given.trace)}
+    if given.prepare:
+        costs = costs_of(given.profile)
+        inputs = Inputs.of(costs.profile, workload_of(routing, costs.shape, WARM, STEPS))
+        budgets = [Budget(link, ratio) for link in LINKS for ratio in RATIOS]
+        return prepared_in(given.out, inputs, budgets, given.minutes * 60, FIRST)
+    with opened(given, CONTEXT + 256, checkpoint) as engine:
+        found = measure(engine, routing, time.monotonic() + given.minutes * 60, given.out)
+    print(markdown(found))
+    return found
+
+
+if __name__ == "__main__":
+    main()
