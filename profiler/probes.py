@@ -22,25 +22,35 @@ from foreload.settings import MAX_PREFETCH_DEPTH
 
 @dataclass(frozen=True)
 class Effort:
-    """How often and where: `rounds` passes over all layers, token counts and contexts to look at."""
+    """How often and where: `rounds` passes over all layers, token counts and contexts to look at.
+
+    On the graph path `seconds` ends the rounds of a probe early, and predictions look `depth` layers ahead at most.
+    """
 
     rounds: int
     contexts: tuple[int, ...]
     chunks: tuple[int, ...]
     sizes: tuple[int, ...]
     waits: tuple[int, ...] = (0, 50, 100, 200, 500, 1000, 2000)
+    seconds: float = 0.25
+    depth: int = 2
 
 
-QUICK = Effort(50, (1, 64, 256, 1024, 4096), (1, 8, 32, 128), (1 << 14, 1 << 17, 1 << 20, 1 << 23))
+QUICK = Effort(50, (1, 64, 256, 1024, 4096, 16384, 65536), (1, 8, 32, 128), (1 << 14, 1 << 17, 1 << 20, 1 << 23))
 FULL = Effort(
-    200, (1, 16, 64, 128, 256, 512, 1024, 2048, 4096), (1, 4, 16, 64, 256), tuple(1 << n for n in range(12, 27, 2))
+    200,
+    (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536),
+    (1, 4, 16, 64, 256),
+    tuple(1 << n for n in range(12, 27, 2)),
+    seconds=1.0,
+    depth=MAX_PREFETCH_DEPTH,
 )
 
 
 def thread_counts() -> tuple[int, ...]:
-    """CPU expert threads worth measuring: powers of two that leave a core for the decoding thread."""
+    """CPU expert threads worth measuring: powers of two, and all cores but the decoding thread's."""
     spare = max(1, cores() - 1)
-    return tuple(1 << n for n in range(spare.bit_length()) if 1 << n <= spare)
+    return tuple(sorted({spare, *(1 << n for n in range(spare.bit_length()) if 1 << n <= spare)}))
 
 
 def resident(bench: Bench, effort: Effort) -> Iterator[Measurement]:
@@ -252,9 +262,15 @@ def link(bench: Bench, effort: Effort, plan_us: float) -> Iterator[Measurement]:
     yield summarise("copy", gaps, bytes=engine.expert_bytes, pinned=pinned)
     copy_us = float(np.median(gaps))
     yield summarise("wait", [max(0.0, w - copy_us - plan_us) for w in waits])
+    yield from sizes(bench, effort)
+
+
+def sizes(bench: Bench, effort: Effort) -> Iterator[Measurement]:
+    """Copies of other sizes than an expert's, one at a time; where the slab is pinned also of memory that is not."""
+    pinned = bench.engine.slab.pinned
     for size in effort.sizes:
-        if size != engine.expert_bytes:
-            yield _one_copy(bench, size, bool(pinned), effort.rounds)
+        if size != bench.engine.expert_bytes:
+            yield _one_copy(bench, size, pinned, effort.rounds)
             if pinned:
                 yield _one_copy(bench, size, False, effort.rounds)
 

@@ -14,15 +14,19 @@ from foreload.backend.engine import Engine
 from foreload.backend.native import describe
 from foreload.errors import UsageError
 from foreload.machine import cores, cpu_name, machine_name, software
-from foreload.profiler import probes, windows
+from foreload.profiler import graph_cpu, graph_probes, graph_windows, probes, windows
 from foreload.profiler.bench import Bench
 from foreload.profiler.formats import by_format
+from foreload.profiler.graph_bench import GraphBench
 from foreload.profiler.schema import HardwareProfile, Measurement, ProfileMeta
 from foreload.profiler.stats import host_samples
 from foreload.settings import Settings
 from foreload.shape import ModelShape
 
 Mode = Literal["quick", "full"]
+Groups = tuple[tuple[str, Callable[[], Iterator[Measurement]]], ...]
+GRAPHS = "graphs"
+"""The path of an engine whose decode steps are graphs, in its own words and in a profile's."""
 
 
 def profile(
@@ -38,14 +42,33 @@ def profile(
         raise UsageError(f"profile: a model with at least {2 * engine.shape.top_k} experts per layer is needed")
     if len(set(engine.formats)) > 1:
         raise UsageError(f"profile: experts in one format are needed, not in {', '.join(sorted(set(engine.formats)))}")
-    bench = Bench(engine)
     found: list[Measurement] = []
     noise: list[float] = []
+    bench, groups = _graphs(engine, effort) if engine.path == GRAPHS else _eager(engine, effort, found)
+    try:
+        with torch.inference_mode():
+            for done, (name, group) in enumerate(groups):
+                if progress is not None:
+                    progress(name, done, len(groups))
+                noise.append(_fixed_probe(bench))
+                for measurement in group():
+                    found.append(measurement)
+            noise.append(_fixed_probe(bench))
+    finally:
+        bench.close()
+    if progress is not None:
+        progress("done", len(groups), len(groups))
+    return HardwareProfile(meta=_meta(engine, mode, noise), measurements=tuple(found))
+
+
+def _eager(engine: Engine, effort: probes.Effort, found: list[Measurement]) -> tuple[Bench, Groups]:
+    """What is measured where every operator is launched; `found` is filled meanwhile."""
+    bench = Bench(engine)
 
     def plan_us() -> float:
         return next(m.p50_us for m in found if m.probe == "plan" and m.at == {"copies": 0})
 
-    groups: tuple[tuple[str, Callable[[], Iterator[Measurement]]], ...] = (
+    return bench, (
         ("decode blocks", lambda: probes.resident(bench, effort)),
         ("predictions", lambda: probes.predictions(bench, effort)),
         ("copies beside decoding", lambda: probes.company(bench, effort)),
@@ -55,19 +78,29 @@ def profile(
         ("verify steps", lambda: _windows(bench, effort)),
         ("formats", lambda: by_format(bench, effort.rounds, probes.thread_counts())),
     )
-    try:
-        with torch.inference_mode():
-            for done, (name, group) in enumerate(groups):
-                if progress is not None:
-                    progress(name, done, len(groups))
-                noise.append(_fixed_probe(bench))
-                found.extend(group())
-            noise.append(_fixed_probe(bench))
-    finally:
-        bench.close()
-    if progress is not None:
-        progress("done", len(groups), len(groups))
-    return HardwareProfile(meta=_meta(engine, mode, noise), measurements=tuple(found))
+
+
+def _graphs(engine: Engine, effort: probes.Effort) -> tuple[Bench, Groups]:
+    """What is measured where decode steps are graphs."""
+    bench, basis = GraphBench(engine), graph_probes.Basis()
+
+    def windows_of() -> Iterator[Measurement]:
+        yield from graph_windows.resident_windows(bench, effort)
+        yield from graph_windows.cpu_windows(bench, effort)
+        yield from windows.drafts(bench, effort.rounds)
+
+    return bench, (
+        ("entering layers", lambda: graph_probes.entering(bench, effort, basis)),
+        ("decode blocks", lambda: graph_probes.resident(bench, effort, basis)),
+        ("copies", lambda: graph_probes.copies(bench, effort, basis)),
+        ("copies beside decoding", lambda: graph_probes.company(bench, effort, basis)),
+        ("experts on the CPU", lambda: graph_cpu.cpu_experts(bench, effort)),
+        ("predictions", lambda: graph_probes.variants(bench, effort, basis)),
+        ("verify steps", windows_of),
+        ("link", lambda: probes.sizes(bench, effort)),
+        ("prefill", lambda: probes.prefill(bench, effort)),
+        ("formats", lambda: by_format(bench, effort.rounds, probes.thread_counts())),
+    )
 
 
 def _windows(bench: Bench, effort: probes.Effort) -> Iterator[Measurement]:
@@ -109,6 +142,7 @@ def _meta(engine: Engine, mode: Mode, noise: list[float]) -> ProfileMeta:
         expert_bytes=engine.expert_bytes,
         expert_format=engine.formats[0],
         cpu_experts=describe(),
+        path="graphs" if engine.path == GRAPHS else "eager",
         mode=mode,
         emulated_link_bytes_per_s=engine.link_bytes_per_s,
         draft_model=engine.drafts.name,

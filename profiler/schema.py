@@ -39,6 +39,33 @@ Probes (the names are a contract between profiler and cost model). `p50_us` is t
     draft_model     tokens                    the same by the draft model of `meta.draft_model`, if there was one
     sample          tokens                    choosing at a temperature after looking at that many places of a window
 
+On the graph path (`meta.path` is "graphs") blocks are graphs and the host's work between them. There are no route, both
+and after_wait at other waits than measured, and these are other or more; the others are as above.
+
+    attention       context                   entering a layer: sum of the one before, attention, routing, telling it
+    launch                                    launching one graph; device: from there to being told, beyond the graph
+    embed                                     from the beginning of a step to its first launch
+    predict         depth                     what the host plans longer, and what entering a layer takes longer
+    speculated      context                   entering a layer that executes predictions and predicts the next one's
+    enter_cpu                                 what entering takes longer where the CPU may compute experts
+    replayed                                  what it takes longer where routing comes from a recording
+    experts_gpu     experts                   resident experts in one launch
+    plan            copies                    from being told to launching, without copies (0)
+    queue                                     from being told to issuing the first copy
+    issue                                     issuing one copy on the decoding thread
+    late                                      launching one expert behind its copy
+    finish                                    brain.finish, and issuing what it queued
+    head                                      host: after the last layer's experts; device: output, choice, until known
+    whole           context                   a step of one launch, all experts resident, until its token is known
+    copy            bytes, pinned             of experts: one behind another; else as above
+    copy_start                                what the first of several copies takes longer
+    wait                                      from a landing to the start of what waits for it
+    gpu_beside_copy copies                    entering and k resident experts, without (0) and with copies beside them (1)
+    submit                                    handing experts to the CPU
+    upload                                    bringing their outputs to where the device reads them
+    cpu_asleep      threads, idle_us          what CPU experts take longer after so long a rest
+    window_whole    tokens                    a step of one launch over so many tokens
+
 With a calibration also `predict_NAME` at `depth`, for every other predictor NAME and rolled form NAME_rolled.
 """
 
@@ -70,6 +97,7 @@ class Measurement(BaseModel):
     p50_us: Microseconds
     p95_us: Microseconds
     gpu_us: Microseconds = 0.0
+    gpu_p95_us: Microseconds = 0.0  # on the graph path
     repeats: Annotated[int, Field(ge=1)]
     source: Literal["measured", "assumed"] = "measured"
 
@@ -90,6 +118,7 @@ class ProfileMeta(BaseModel):
     expert_bytes: Annotated[int, Field(ge=1)]
     expert_format: PackedFormat | None = None  # None: as the checkpoint has them
     cpu_experts: str = ""  # what runs them: the native library and its instruction set, or torch
+    path: Literal["eager", "graphs"] = "eager"  # how the engine launched decode steps
     mode: Literal["quick", "full"]
     emulated_link_bytes_per_s: Annotated[int, Field(ge=1)] | None = None
     draft_model: str | None = None  # as settings name it

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -11,7 +11,9 @@ import torch
 from foreload.profiler.schema import Measurement
 
 
-def summarise(probe: str, samples_us: Sequence[float], gpu_us: float = 0.0, **at: int) -> Measurement:
+def summarise(
+    probe: str, samples_us: Sequence[float], gpu_us: float = 0.0, gpu_p95_us: float = 0.0, **at: int
+) -> Measurement:
     """Median and 95th percentile of samples (at least one) as a Measurement."""
     p50, p95 = np.percentile(np.asarray(samples_us), [50, 95])
     return Measurement(
@@ -20,8 +22,28 @@ def summarise(probe: str, samples_us: Sequence[float], gpu_us: float = 0.0, **at
         p50_us=round(float(p50), 3),
         p95_us=round(float(p95), 3),
         gpu_us=round(gpu_us, 3),
+        gpu_p95_us=round(gpu_p95_us, 3),
         repeats=len(samples_us),
     )
+
+
+def summarise_device(probe: str, host_us: Sequence[float], device_us: Sequence[float], **at: int) -> Measurement:
+    """The same of samples of the host's time and of the device's."""
+    p50, p95 = np.percentile(np.asarray(device_us), [50, 95])
+    found = summarise(probe, host_us, float(p50), float(p95), **at)
+    return found.model_copy(update={"repeats": len(device_us)})
+
+
+LEAST_TURNS = 4
+
+
+def in_time(most: int, seconds: float) -> Iterator[int]:
+    """0, 1, ... as long as time is left, at least `LEAST_TURNS` times and at most `most` times."""
+    until = time.monotonic() + seconds
+    for turn in range(max(most, LEAST_TURNS)):
+        if turn >= LEAST_TURNS and time.monotonic() > until:
+            return
+        yield turn
 
 
 def host_samples(block: Callable[[int], object], repeats: int, device: torch.device) -> list[float]:

@@ -26,7 +26,7 @@ CONTEXT = 64
 BLOCKS = ("embed", "attention", "route", "predict", "plan", "finish", "head")
 
 
-def _routed(experts: list[int], tokens: int, each: int, alike: bool, turn: int) -> NDArray[np.int64]:
+def routed(experts: list[int], tokens: int, each: int, alike: bool, turn: int) -> NDArray[np.int64]:
     """Experts [tokens, each]: the same for all tokens, or as different as there are."""
     shift = 0 if alike else each
     return np.asarray(
@@ -43,12 +43,12 @@ def resident_windows(bench: Bench, rounds: int) -> Iterator[Measurement]:
     for tokens, each, alike in product(TOKENS, (1, k), (True, False)):
         for turn in range(-1, max(1, rounds // 2)):
             for layer in range(layers):
-                routed = _routed(stage.resident, tokens, each, alike, turn + layer)
-                spans = bench.layer_step(layer, routed, CONTEXT, depth=min(1, layers - 1 - layer))
+                asked = routed(stage.resident, tokens, each, alike, turn + layer)
+                spans = bench.layer_step(layer, asked, CONTEXT, depth=min(1, layers - 1 - layer))
                 if turn < 0:
                     continue
-                group = len(np.unique(routed)), routed.size
-                routings[group] = routed
+                group = len(np.unique(asked)), asked.size
+                routings[group] = asked
                 groups.setdefault(group, []).append(spans["experts_gpu"])
                 for kind in BLOCKS if each == k else ():
                     if kind in spans:
@@ -67,7 +67,7 @@ def _block(bench: Bench, kind: str, tokens: int) -> Callable[[int], object]:
     decoder, shape, x = bench.decoder, bench.shape, bench.hidden(tokens)
     layers, ahead = shape.n_moe_layers, max(1, shape.n_moe_layers - 1)
     ids = torch.zeros(tokens, dtype=torch.long, device=x.device)
-    batch = Batch(x, demand_of(_routed(list(range(shape.experts)), tokens, shape.top_k, True, 0)))
+    batch = Batch(x, demand_of(routed(list(range(shape.experts)), tokens, shape.top_k, True, 0)))
     weights = torch.ones(tokens, shape.top_k, device=x.device)
     blocks: dict[str, Callable[[int], object]] = {
         "embed": lambda _: decoder.embed(ids),
@@ -80,10 +80,10 @@ def _block(bench: Bench, kind: str, tokens: int) -> Callable[[int], object]:
     return blocks.get(kind, lambda _: None)
 
 
-def _experts(bench: Bench, routed: NDArray[np.int64]) -> Callable[[int], object]:
+def _experts(bench: Bench, asked: NDArray[np.int64]) -> Callable[[int], object]:
     """The experts of a window alone, out of any slots."""
-    demand, pool = demand_of(routed), bench.engine.pool
-    batch = Batch(bench.hidden(len(routed)), demand)
+    demand, pool = demand_of(asked), bench.engine.pool
+    batch = Batch(bench.hidden(len(asked)), demand)
 
     def run(turn: int) -> None:
         for i in range(len(demand.experts)):
@@ -99,9 +99,9 @@ def cpu_windows(bench: Bench, rounds: int, threads: int) -> Iterator[Measurement
     for tokens, each, alike in product(TOKENS[1:], (1, k), (True, False)):
         for turn in range(max(2, rounds // 2)):
             for layer in range(layers):
-                routed = _routed(stage.absent, tokens, each, alike, turn + layer)
-                group = len(np.unique(routed)), routed.size
-                groups.setdefault(group, []).append(bench.layer_step(layer, routed)["beside"])
+                asked = routed(stage.absent, tokens, each, alike, turn + layer)
+                group = len(np.unique(asked)), asked.size
+                groups.setdefault(group, []).append(bench.layer_step(layer, asked)["beside"])
     for (experts, tokens), samples in sorted(groups.items()):
         yield summarise("window_experts_cpu", samples, experts=experts, tokens=tokens, threads=threads)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,8 @@ from foreload.backend.policy.window import Demand, demand_of, merge_predictions
 from foreload.errors import InternalError
 
 PATIENCE_NS = 1_000_000_000
+Guesses = list[NDArray[np.int32]]
+"""Experts predicted for each of the next layers, best first."""
 BEHAVIOURS = 4  # kept captured, the newest
 
 
@@ -46,10 +49,23 @@ class FastParts:
     """Whether the compute stream has nothing to do; raises what a kernel has raised."""
 
 
+@dataclass(frozen=True)
+class Steer:
+    """What steps execute in place of what their gates say, so that probes choose what is measured.
+
+    `choose(layer, demand, predicted)` gives what is demanded and prefetched instead. With `slots` [layers, experts] a
+    step is one launch that reads experts there, whatever the brain holds.
+    """
+
+    choose: Callable[[int, Demand, Guesses], tuple[Demand, Guesses]]
+    slots: NDArray[np.int32] | None = None
+
+
 class FastForward(Forward):
     """A forward whose decode steps are launched as graphs. Prompts take the way of `Forward`."""
 
     _copies: NativeCopies
+    steer: Steer | None = None
 
     def __init__(self, *arguments: Any, parts: FastParts, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -160,12 +176,10 @@ class FastForward(Forward):
         log = RouteLog(self.observer, n, self._shape.n_moe_layers, self._shape.top_k) if self.observer else None
         program = self._program(n)
         self.marks.start()
-        self._number += 1
-        step = self._step
-        row = 0 if self.replay is None else self.replay.row
-        step.given[: GIVEN + n] = [self._number & 0x7FFFFFFF, position, row, *token_ids]
-        if log is None and self.shadow is None and (self._brain.state.status == KEPT).all():
-            self._run_whole(program)
+        self._give(token_ids, position)
+        slots = self._whole() if log is None and self.shadow is None else None
+        if slots is not None:
+            self._run_whole(program, slots)
         else:
             self._issuer.launch(program.enter[0], self._parts.stream())
             self.marks.mark("embed")
@@ -178,6 +192,33 @@ class FastForward(Forward):
         self._log = log
         return logits
 
+    def told_after(self, rows: int, position: int, layers: int) -> int:
+        """Nanoseconds from launching what enters the first `layers` MoE layers until the last has told the host.
+
+        For probes: no expert runs, graphs follow each other without the host.
+        """
+        program, stream = self._program(rows), self._parts.stream()
+        self._give([0] * rows, position)
+        begun = time.perf_counter_ns()
+        for graph in program.enter[:layers]:
+            self._issuer.launch(graph, stream)
+        self._routed(program, layers - 1)
+        self._guessed(program, layers - 1)
+        return time.perf_counter_ns() - begun
+
+    def _give(self, token_ids: list[int], position: int) -> None:
+        """Number the next step and tell the device what it is about."""
+        self._number += 1
+        row = 0 if self.replay is None else self.replay.row
+        self._step.given[: GIVEN + len(token_ids)] = [self._number & 0x7FFFFFFF, position, row, *token_ids]
+
+    def _whole(self) -> NDArray[np.int32] | None:
+        """Slots of all experts [layers, experts] if the step can be one launch."""
+        if self.steer is not None:
+            return self.steer.slots
+        state = self._brain.state
+        return state.slot if (state.status == KEPT).all() else None
+
     def _logits(self, program: Program) -> Tensor:
         """What the step gives, [n, vocab], once it is there."""
         return program.pieces.m.logits.clone()
@@ -186,6 +227,8 @@ class FastForward(Forward):
         routed = self._routed(program, at)
         self.marks.mark("route", at)
         predicted = self._guessed(program, at)
+        if predicted:
+            self.marks.mark("predict", at)
         if log is not None:
             log.experts[:, at] = routed
             m = program.pieces.m
@@ -194,6 +237,8 @@ class FastForward(Forward):
         if self.shadow is not None and at in program.pieces.behaviour.speculated:
             self.shadow.compare(at, routed.astype(np.int64), self.decoder.route(at, program.pieces.m.h)[0])
         demand, step = demand_of(routed), self._step
+        if self.steer is not None:
+            demand, predicted = self.steer.choose(at, demand, predicted)
         with self._copies.lock:
             actions = self._brain.begin(at, demand.experts, demand.counts)
             for ahead, experts in enumerate(predicted):
@@ -234,9 +279,10 @@ class FastForward(Forward):
         self.marks.mark("experts_gpu", at)
         if computed is not None:
             self._cpu.join()
+            self.marks.mark("wait_cpu", at)
             items = np.concatenate([demand.places[a:b] for a, b in _spans(demand, on_cpu)])
             self._host.out[torch.from_numpy(items)] = computed.float()
-            self.marks.mark("wait_cpu", at)
+            self.marks.mark("upload", at)
             self._issuer.launch(then, stream)
 
     def _start_cpu(self, program: Program, at: int, demand: Demand, on_cpu: list[int]) -> Tensor:
@@ -247,15 +293,16 @@ class FastForward(Forward):
         self.marks.mark("submit", at)
         return out
 
-    def _run_whole(self, program: Program) -> None:
+    def _run_whole(self, program: Program, slots: NDArray[np.int32]) -> None:
         """One launch; the brain hears of each layer's demand while the device is at the next."""
-        slots = self._brain.state.slot
         if self._resident_at is None or not np.array_equal(slots, self._resident_at):
             self._resident_at = slots.copy()
             self._addresses.copy_(torch.from_numpy(self._copies.blocks.targets[slots]))
         self._issuer.launch(program.whole, self._parts.stream())
         for at in range(self._shape.n_moe_layers):
             demand = demand_of(self._routed(program, at))
+            if self.steer is not None:
+                demand, _ = self.steer.choose(at, demand, [])
             with self._copies.lock:
                 self._brain.begin(at, demand.experts, demand.counts)
                 self._brain.finish(at)
@@ -267,7 +314,7 @@ class FastForward(Forward):
         routed: NDArray[np.int32] = (self._step.words[at, :items] & 0xFFFF).reshape(-1, self._shape.top_k)
         return routed
 
-    def _guessed(self, program: Program, at: int) -> list[NDArray[np.int32]]:
+    def _guessed(self, program: Program, at: int) -> Guesses:
         behaviour = program.pieces.behaviour
         targets = min(behaviour.depth, self._shape.n_moe_layers - 1 - at)
         if targets <= 0:

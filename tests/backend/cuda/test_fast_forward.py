@@ -10,20 +10,13 @@ from typing import Any
 import pytest
 import torch
 from fake_device import FakeDevice
+from played import accelerate
 from test_random_weights import BY_NAME, SMALL
 from tiny_models import CONTEXT
 
-from foreload.backend.cuda.copies import NativeCopies, NativeOrder
-from foreload.backend.cuda.forward import FastForward, FastParts
-from foreload.backend.cuda.issue import Issuer, issue_library
-from foreload.backend.cuda.kernels.layout import kernel_layout
-from foreload.backend.cuda.kernels.torch_ops import TorchOps
-from foreload.backend.cuda.open import open_copies
-from foreload.backend.cuda.programs import Program
 from foreload.backend.engine import Engine, EngineOptions
 from foreload.backend.models.checkpoint import Checkpoint
 from foreload.backend.policy import Counter
-from foreload.backend.policy.calls import queue_calls
 from foreload.backend.policy.state import DECODE
 from foreload.backend.recorder import Prompt, record
 from foreload.backend.replay import Replay
@@ -34,58 +27,6 @@ from foreload.traces.remodel import executing, with_windows
 PROMPT = [3, 14, 15, 9, 26, 53, 58, 9, 7, 9, 32, 38, 46]
 TOKENS = 8
 MakeEngine = Callable[..., Engine]
-
-
-class PromptOrder(NativeOrder):
-    """Prompts run on the calling thread, not on the played device: it waits where a kernel would."""
-
-    def __init__(self, copies: NativeCopies, device: FakeDevice) -> None:
-        super().__init__(copies, lambda: 0)
-        self._device = device
-
-    def when_landed(self, slot: int) -> None:
-        super().when_landed(slot)
-        self._device.cudaStreamSynchronize(0)
-
-
-class PlayedForward(FastForward):
-    """Reads logits when the played device has written them, as a kernel would."""
-
-    device: FakeDevice
-
-    def _logits(self, program: Program) -> torch.Tensor:
-        self.device.cudaStreamSynchronize(0)
-        return super()._logits(program)
-
-
-def accelerate(engine: Engine, seed: int, poison: bool = True) -> FakeDevice:
-    """Give an engine on the CPU the fast path, on a played device."""
-    library = issue_library()
-    if library is None or queue_calls() is None:
-        pytest.skip("no native library, or numba compiles nothing")
-    device = FakeDevice(seed)
-    engine.copies.close()
-    old = engine.forward
-    issuer = Issuer(library, device.functions)
-    copies = open_copies(engine.brain, engine.slab, engine.pool, issuer)
-    parts = FastParts(
-        ops=TorchOps(),
-        issuer=issuer,
-        capture=device,
-        layout=kernel_layout(engine.slab.layout(0), engine.shape),
-        stream=lambda: 0,
-        idle=lambda: device.idle,
-    )
-    order = PromptOrder(copies, device)
-    fill = engine.pool.poison
-    engine.pool.poison = lambda slot: device.queue(lambda: fill(slot))  # type: ignore[method-assign]
-    engine.copies = copies
-    engine.forward = PlayedForward(
-        old.decoder, engine.slab, engine.pool, order, copies, engine.cpu, poison, parts=parts
-    )
-    engine.forward.device = device
-    engine._follow(engine.settings, engine._predictors.use(engine.settings))
-    return device
 
 
 @pytest.fixture

@@ -1,0 +1,174 @@
+"""The bench of the graph path: whole decode steps as they are launched, their experts and prefetches chosen.
+
+`FastForward.decode` runs; only what it demands is exchanged (`Steer`). What the device takes is seen from the host: from
+a launch until the next layer's routing is told. On a device that is played (`tests/backend/cuda`) the same code runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from foreload.backend.cuda.forward import FastForward, Guesses, Steer
+from foreload.backend.engine import Engine
+from foreload.backend.experts.transfer import CopySpan
+from foreload.backend.observe import Marks, NoMarks
+from foreload.backend.policy.window import Demand, demand_of
+from foreload.backend.sampling import Sampler, Sampling
+from foreload.errors import InternalError
+from foreload.profiler.bench import Bench, Stage
+from foreload.settings import Settings
+
+CONTEXT = 64
+"""Where everything is measured that does not go by the context."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What one layer-step executes: experts [tokens, each], and what is prefetched for the next layers."""
+
+    experts: NDArray[np.int64]
+    prefetch: tuple[list[int], ...] = ()
+
+    @classmethod
+    def of(cls, experts: Sequence[int], *prefetch: list[int]) -> Asked:
+        """A step of a single token."""
+        return cls(np.asarray([experts], np.int64), prefetch)
+
+
+@dataclass
+class LayerTimes:
+    """One layer-step: microseconds of the host's blocks, and perf_counter nanoseconds of what happened when."""
+
+    host: dict[str, float] = field(default_factory=dict)
+    told_ns: int = 0  # the host knows the routing, and predictions if there are any
+    planned_ns: int = 0  # the host begins to launch
+    copies: list[CopySpan] = field(default_factory=list)  # demanded here, in the order of landing
+
+
+@dataclass
+class StepTimes:
+    """One step: its layers, when it began, when the device was first launched, and when its token was known."""
+
+    layers: list[LayerTimes]
+    begun_ns: int
+    launched_ns: int
+    decoded_ns: int  # `decode` has returned; the token is not known yet
+    done_ns: int
+
+    def turn_us(self, layer: int) -> float:
+        """From the launch of a layer's experts until the next layer has told (or the token is known)."""
+        after = self.layers[layer + 1].told_ns if layer + 1 < len(self.layers) else self.done_ns
+        return (after - self.layers[layer].planned_ns) / 1e3
+
+    def landed_us(self, layer: int) -> float:
+        """From the landing of a layer's last copy until the next layer has told."""
+        return (self.layers[layer + 1].told_ns - self.layers[layer].copies[-1].landed_ns) / 1e3
+
+
+def demand_at(experts: NDArray[np.int64], top_k: int) -> Demand:
+    """The demand of experts [tokens, each], each token's at its first ranks of `top_k`."""
+    found, each = demand_of(experts), experts.shape[1]
+    return Demand(found.experts, found.counts, found.places // each * top_k + found.places % each)
+
+
+class GraphBench(Bench):
+    """Drives an engine of the graph path; leaves it with an empty cache and its own settings (`close`)."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        if not isinstance(engine.forward, FastForward):
+            raise InternalError("the engine launches no graphs")
+        self.forward = engine.forward
+        self.mark_us = _mark_us()
+        self._sampler = Sampler(Sampling())
+
+    def close(self) -> None:
+        """Give the engine back as it was, with an empty cache."""
+        self.forward.steer = None
+        self.forward.follow(None)
+        super().close()
+
+    def stage(self, miss_action: str, threads: int = 1, depth: int = 0, speculate: bool = False) -> Stage:
+        """Fill every layer's cache with the same experts and fix it; misses then take `miss_action`.
+
+        `depth`: the gate predicts so many layers ahead; `speculate`: all layers but the first execute predictions.
+        """
+        base = {"slots_per_layer": (self._resident,) * self.shape.n_moe_layers, "cpu_threads": threads}
+        base["expert_format"] = self._settings.expert_format
+        self.engine.apply(Settings.parse({**base, "miss_action": "fetch"}))
+        resident, k = list(range(self._resident)), self.shape.top_k
+        for at in range(0, self._resident, k):
+            self.step([Asked.of(resident[at : at + k])] * self.shape.n_moe_layers)
+        ahead = {"predictor": "gate", "prefetch_depth": depth} if depth else {}
+        ahead |= {"speculate_layers": "all"} if speculate else {}
+        self.engine.apply(Settings.parse({**base, **ahead, "miss_action": miss_action, "admission": "none"}))
+        self.engine.place_helpers()
+        return Stage(resident, list(range(self._resident, self.shape.experts)))
+
+    def step(self, asked: Sequence[Asked], context: int = CONTEXT, slots: NDArray[np.int32] | None = None) -> StepTimes:
+        """One decode step whose layers execute `asked` (in turn), its last token at `context`, and the choice after it.
+
+        With `slots` [layers, experts] it is one launch. Copies are given where they are recorded (`copies.spans`).
+        """
+        rows, k = len(asked[0].experts), self.shape.top_k
+        demands = [demand_at(one.experts, k) for one in asked]
+
+        def choose(at: int, told: Demand, predicted: Guesses) -> tuple[Demand, Guesses]:
+            prefetch = asked[at].prefetch[: self.shape.n_moe_layers - 1 - at]
+            return demands[at], [np.asarray(experts, np.int32) for experts in prefetch]
+
+        self.forward.steer, self.forward.marks = Steer(choose, slots), Marks()
+        position = max(0, min(context, self.decoder.context_tokens) - rows)
+        with torch.inference_mode():
+            begun = time.perf_counter_ns()
+            logits = self.forward.decode([0] * rows, position)
+            decoded = time.perf_counter_ns()
+            self._sampler.draw(logits[-1])
+            done = time.perf_counter_ns()
+        marks, self.forward.marks = self.forward.marks, NoMarks()
+        return self._times(marks, begun, decoded, done)
+
+    def _times(self, marks: Marks, begun: int, decoded: int, done: int) -> StepTimes:
+        layers = [LayerTimes() for _ in range(self.shape.n_moe_layers)]
+        launched = begun
+        for kind, layer, _, since, until in marks.spans:
+            if layer < 0:
+                launched = until if kind == "embed" else launched
+                continue
+            of = layers[layer]
+            of.host[kind] = of.host.get(kind, 0.0) + max(0.0, (until - since) / 1e3 - self.mark_us)
+            if kind in ("route", "predict"):
+                of.told_ns = until
+            elif kind == "plan":
+                of.planned_ns = until
+        for copy in self.engine.copies.spans or ():
+            layers[copy.key // self.shape.experts].copies.append(copy)
+        if self.engine.copies.spans is not None:
+            self.engine.copies.spans = []
+        return StepTimes(layers, begun, launched, decoded, done)
+
+    def entering_us(self, layers: int, rows: int = 1, context: int = CONTEXT) -> float:
+        """From launching what enters the first `layers` layers until the last has told."""
+        position = max(0, min(context, self.decoder.context_tokens) - rows)
+        with torch.inference_mode():
+            return self.forward.told_after(rows, position, layers) / 1e3
+
+    def anywhere(self, stage: Stage) -> NDArray[np.int32]:
+        """Slots [layers, experts] for a step of one launch: those of the residents, as often as there are experts."""
+        held = self.engine.brain.state.slot[:, stage.resident]
+        return np.ascontiguousarray(np.resize(held.T, (self.shape.experts, self.shape.n_moe_layers)).T)
+
+
+def _mark_us(repeats: int = 2000) -> float:
+    """What a mark takes, which the span after it holds."""
+    marks = Marks()
+    begun = time.perf_counter_ns()
+    for _ in range(repeats):
+        marks.mark("plan", 0)
+    return (time.perf_counter_ns() - begun) / repeats / 1e3

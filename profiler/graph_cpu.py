@@ -1,0 +1,118 @@
+"""Probes of the graph path with experts on the CPU: alone, beside copies, and copies beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from statistics import median
+
+from foreload.backend.experts.transfer import CopySpan
+from foreload.backend.native.pool import SPIN_US
+from foreload.profiler.graph_bench import Asked, GraphBench, LayerTimes
+from foreload.profiler.probes import Effort, thread_counts
+from foreload.profiler.schema import Measurement
+from foreload.profiler.stats import in_time, summarise
+
+Spans = list[tuple[int, int, int, int]]
+APART_NS = 3 * SPIN_US * 1000
+"""Workers idle for so long sleep."""
+
+
+def computed_us(times: LayerTimes) -> float:
+    """From handing experts over until the last is done."""
+    return sum(times.host.get(kind, 0.0) for kind in ("submit", "experts_gpu", "wait_cpu"))
+
+
+def cpu_experts(bench: GraphBench, effort: Effort) -> Iterator[Measurement]:
+    """All of it, for every number of threads."""
+    bench.stage("cpu")
+    for threads in thread_counts():
+        yield from _alone(bench, effort, threads)
+        yield from _beside_copies(bench, effort, threads)
+
+
+def _alone(bench: GraphBench, effort: Effort, threads: int) -> Iterator[Measurement]:
+    """Layer-steps whose experts are all on the CPU, by how many; every third layer has none there."""
+    stage, k, layers = bench.stage("cpu", threads), bench.shape.top_k, bench.shape.n_moe_layers
+    found: dict[int, list[LayerTimes]] = {count: [] for count in range(1, k + 1)}
+    after: list[float] = []
+    for turn in in_time(effort.rounds * k, effort.seconds * 2):
+        counts = [0 if layer % 3 == 2 else (turn + layer) % k + 1 for layer in range(layers)]
+        asked = [Asked.of(bench.pick(stage.absent, n, turn + at) or stage.resident[:k]) for at, n in enumerate(counts)]
+        step = bench.step(asked)
+        for layer, count in enumerate(counts if turn else []):
+            times = step.layers[layer]
+            if count:
+                found[count].append(times)
+            if layer and counts[layer - 1]:
+                after.append(times.host["plan"] + times.host["finish"])
+    for count, of_count in found.items():
+        if of_count:
+            yield summarise("experts_cpu", [computed_us(t) for t in of_count], experts=count, threads=threads)
+    every = [times for of_count in found.values() for times in of_count]
+    yield summarise("after_cpu", after or [t.host["plan"] + t.host["finish"] for t in every], threads=threads)
+    if threads == max(thread_counts()):
+        yield summarise("submit", [t.host["submit"] for t in every])
+        yield summarise("upload", [t.host["upload"] for t in every])
+    yield from _asleep(bench, effort, threads)
+
+
+def _asleep(bench: GraphBench, effort: Effort, threads: int) -> Iterator[Measurement]:
+    """What one expert takes longer where workers have gone to sleep, the layers in between being resident."""
+    stage, k, layers = bench.stage("cpu", threads), bench.shape.top_k, bench.shape.n_moe_layers
+    found: dict[bool, list[float]] = {True: [], False: []}
+    for turn in in_time(effort.rounds, effort.seconds):
+        ends = [0]
+        cpu = [layer % 8 in (6, 7) for layer in range(layers)]
+        step = bench.step(
+            [Asked.of(bench.pick(stage.absent, 1, turn + at) if on else stage.resident[:k]) for at, on in enumerate(cpu)]
+        )
+        for layer, on in enumerate(cpu):
+            if on:
+                times = step.layers[layer]
+                found[times.planned_ns - ends[-1] > APART_NS].append(computed_us(times))
+                ends.append(times.planned_ns + round(1000 * computed_us(times)))
+    if found[True] and found[False]:
+        later = [max(0.0, us - median(found[False])) for us in found[True]]
+        yield summarise("cpu_asleep", later, threads=threads, idle_us=SPIN_US)
+
+
+def _beside_copies(bench: GraphBench, effort: Effort, threads: int) -> Iterator[Measurement]:
+    """CPU experts while prefetches that nothing uses keep the link busy, and those copies."""
+    stage, layers = bench.stage("cpu", threads, depth=1), bench.shape.n_moe_layers
+    half = len(stage.absent) // 2
+    mine, others, most = stage.absent[:half], stage.absent[half:], min(bench.shape.top_k, half)
+    found: dict[int, list[float]] = {count: [] for count in range(1, most + 1)}
+    gaps: list[float] = []
+    for turn in in_time(effort.rounds * most, effort.seconds * 2):
+        bench.engine.copies.spans, bench.engine.cpu.spans = [], []
+        counts = [(turn + layer) % most + 1 for layer in range(layers)]
+        step = bench.step(
+            [
+                Asked.of(bench.pick(mine, n, turn + at), bench.pick(others, most, turn + at))
+                for at, n in enumerate(counts)
+            ]
+        )
+        bench.discard()
+        landed = [copy for times in step.layers for copy in times.copies]
+        gaps += _gaps_within(sorted(landed, key=lambda copy: copy.landed_ns), bench.engine.cpu.spans or []) if turn else []
+        for layer, count in enumerate(counts if turn else []):
+            if layer:  # nothing is prefetched before the first
+                found[count].append(computed_us(step.layers[layer]))
+    bench.engine.copies.spans = bench.engine.cpu.spans = None
+    for count, samples in found.items():
+        if samples:
+            yield summarise("experts_cpu_beside_copy", samples, experts=count, threads=threads)
+    if gaps:
+        yield summarise("copy_beside_cpu", gaps, threads=threads)
+
+
+def _gaps_within(landed: list[CopySpan], busy: Spans) -> list[float]:
+    """Microseconds between copies that landed one behind the other while CPU experts ran all the time or nearly so."""
+    found = []
+    for a, b in pairwise(landed):
+        gap = b.landed_ns - a.landed_ns
+        work = sum(max(0, min(b.landed_ns, done) - max(a.landed_ns, begun)) for _, _, begun, done in busy)
+        if b.issued_ns < a.landed_ns and work > 0.8 * gap:
+            found.append(gap / 1e3)
+    return found

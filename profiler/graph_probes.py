@@ -1,0 +1,262 @@
+"""Probes of the graph path: what a decode step of graphs costs device, host and link (names: `profiler.schema`).
+
+Device times are differences of what the host sees. Entering all layers one behind the other tells what entering one
+takes (E), entering one alone what lies between a launch and being told of it beyond that (latency); what experts and
+copies add is told by layer-steps that have them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+import numpy as np
+
+from foreload.backend.policy.state import DEMAND
+from foreload.backend.predict import CALIBRATED, PREDICTORS
+from foreload.backend.replay import Replay
+from foreload.profiler.graph_bench import CONTEXT, Asked, GraphBench, LayerTimes, StepTimes
+from foreload.profiler.made_up import recording
+from foreload.profiler.probes import Effort
+from foreload.profiler.schema import Measurement
+from foreload.profiler.stats import in_time, summarise, summarise_device
+from foreload.settings import MAX_PREFETCH_DEPTH, Settings
+
+
+@dataclass
+class Basis:
+    """Medians that other probes subtract, in microseconds; set by `entering`."""
+
+    enter_us: float = 0.0  # E, at CONTEXT, nothing predicted
+    latency_us: float = 0.0
+
+
+def enter_us(
+    bench: GraphBench, effort: Effort, rows: int = 1, context: int = CONTEXT, skip: int = 0
+) -> tuple[list[float], list[float]]:
+    """Samples of entering the first layer alone, and of each further one but the last `skip`."""
+    layers = max(1, bench.shape.n_moe_layers - skip)
+    one, each = list[float](), list[float]()
+    for turn in in_time(effort.rounds, effort.seconds):
+        first, whole = bench.entering_us(1, rows, context), bench.entering_us(layers, rows, context)
+        if turn:  # the first time warms up
+            one.append(first)
+            each.append(max(0.0, (whole - first) / (layers - 1)) if layers > 1 else first)
+    return one, each
+
+
+def entering(bench: GraphBench, effort: Effort, basis: Basis) -> Iterator[Measurement]:
+    """`attention` by context, and `launch`; sets the basis."""
+    bench.stage("fetch")
+    contexts = {CONTEXT, *(context for context in effort.contexts if context <= bench.decoder.context_tokens)}
+    launch = _launch_us(bench, effort)
+    for context in sorted(contexts):
+        one, each = enter_us(bench, effort, context=context)
+        yield summarise_device("attention", launch, each, context=context)
+        if context == CONTEXT:
+            basis.enter_us = median(each)
+            basis.latency_us = max(0.0, median(one) - basis.enter_us)
+            yield summarise_device("launch", launch, [max(0.0, us - basis.enter_us) for us in one])
+
+
+def _launch_us(bench: GraphBench, effort: Effort) -> list[float]:
+    """What launching two graphs in one call takes the host, halved."""
+    k = bench.shape.top_k
+    asked = [Asked.of(range(k))] * bench.shape.n_moe_layers
+    steps = [bench.step(asked) for _ in in_time(effort.rounds, effort.seconds)]
+    return [times.host["experts_gpu"] / 2 for step in steps[1:] for times in step.layers]
+
+
+def resident(bench: GraphBench, effort: Effort, basis: Basis) -> Iterator[Measurement]:
+    """The host's blocks and the experts of steps that miss nothing, by how many there are; the step's ends."""
+    stage, k, layers = bench.stage("fetch"), bench.shape.top_k, bench.shape.n_moe_layers
+    experts: dict[int, list[float]] = {count: [] for count in range(1, k + 1)}
+    launch: dict[int, list[float]] = {count: [] for count in experts}
+    steps: list[tuple[int, StepTimes]] = []
+    for turn in in_time(effort.rounds * k, effort.seconds * 2):
+        counts = [1 + (turn + layer) % k for layer in range(layers)]
+        step = bench.step([Asked.of(bench.pick(stage.resident, n, turn + at)) for at, n in enumerate(counts)])
+        if not turn:
+            continue
+        steps.append((counts[-1], step))
+        for layer, count in enumerate(counts[:-1]):
+            experts[count].append(max(0.0, step.turn_us(layer) - basis.latency_us - basis.enter_us))
+            launch[count].append(step.layers[layer].host["experts_gpu"] / 2)
+    for count, samples in experts.items():
+        if samples:
+            yield summarise_device("experts_gpu", launch[count], samples, experts=count)
+    every = [times for _, step in steps for times in step.layers]
+    yield summarise("plan", [times.host["plan"] for times in every], copies=0)
+    yield summarise("finish", [times.host["finish"] for times in every])
+    yield summarise("embed", [(step.launched_ns - step.begun_ns) / 1e3 for _, step in steps])
+    heads = [
+        step.turn_us(layers - 1) - basis.latency_us - (median(experts[n]) if experts[n] else 0.0) for n, step in steps
+    ]
+    yield summarise_device("head", [_after_last_us(step) for _, step in steps], [max(0.0, us) for us in heads])
+    yield from _whole(bench, effort)
+
+
+def _after_last_us(step: StepTimes) -> float:
+    """From the end of the last layer-step until the token is asked for."""
+    last = step.layers[-1]
+    spent = sum(last.host.get(kind, 0.0) for kind in ("experts_gpu", "finish"))
+    return max(0.0, (step.decoded_ns - last.planned_ns) / 1e3 - spent)
+
+
+def _whole(bench: GraphBench, effort: Effort) -> Iterator[Measurement]:
+    """Steps of one launch, until their token is known."""
+    stage, k, layers = bench.stage("fetch"), bench.shape.top_k, bench.shape.n_moe_layers
+    slots = bench.anywhere(stage)
+    for context in sorted({CONTEXT, *(c for c in effort.contexts if c <= bench.decoder.context_tokens)}):
+        samples = []
+        for turn in in_time(effort.rounds, effort.seconds):
+            step = bench.step([Asked.of(bench.pick(stage.resident, k, turn))] * layers, context, slots)
+            samples.append((step.done_ns - step.begun_ns) / 1e3)
+        yield summarise("whole", samples[1:], context=context)
+
+
+# What graphs do besides
+
+
+def variants(bench: GraphBench, effort: Effort, basis: Basis) -> Iterator[Measurement]:
+    """What entering a layer takes longer where it predicts, executes predictions, serves the CPU or is replayed."""
+    layers = bench.shape.n_moe_layers
+    deepest = min(effort.depth, MAX_PREFETCH_DEPTH, layers - 1)
+    for depth in range(1, deepest + 1):
+        yield from _predicting(bench, effort, basis, depth)
+    if deepest:
+        bench.stage("fetch", depth=1, speculate=True)
+        _, each = enter_us(bench, effort, skip=1)
+        yield summarise_device("speculated", [0.0], each, context=CONTEXT)
+    bench.stage("cpu")
+    yield summarise_device("enter_cpu", [0.0], _beyond(bench, effort, basis.enter_us))
+    bench.stage("fetch")
+    bench.forward.follow(Replay(recording(bench.shape), bench.shape, bench.engine.device))
+    yield summarise_device("replayed", [0.0], _beyond(bench, effort, basis.enter_us))
+    bench.forward.follow(None)
+    yield from _predictors(bench, effort, basis, deepest)
+
+
+def _beyond(bench: GraphBench, effort: Effort, base_us: float, skip: int = 0) -> list[float]:
+    """Samples of what entering takes beyond `base_us`."""
+    _, each = enter_us(bench, effort, skip=skip)
+    return [max(0.0, us - base_us) for us in each]
+
+
+def _predicting(bench: GraphBench, effort: Effort, basis: Basis, depth: int) -> Iterator[Measurement]:
+    """The gate looking `depth` layers ahead: on the device, and the host's planning of what it says."""
+    stage, k, layers = bench.stage("fetch", depth=depth), bench.shape.top_k, bench.shape.n_moe_layers
+    device = _beyond(bench, effort, basis.enter_us, skip=depth)
+    plans: dict[bool, list[float]] = {True: [], False: []}
+    for turn in in_time(2 * effort.rounds, effort.seconds):
+        ahead = tuple(bench.pick(stage.resident, k, turn + at) for at in range(depth)) if turn % 2 else ()
+        step = bench.step([Asked.of(bench.pick(stage.resident, k, turn), *ahead)] * layers)
+        plans[bool(ahead)] += [times.host["plan"] for times in step.layers[: layers - depth]]
+    base = median(plans[False])
+    yield summarise_device("predict", [max(0.0, us - base) for us in plans[True]], device, depth=depth)
+
+
+def _predictors(bench: GraphBench, effort: Effort, basis: Basis, deepest: int) -> Iterator[Measurement]:
+    """The other predictors, which the host does not tell apart."""
+    if not bench.engine.calibrated:
+        return
+    kinds = [(name, False, 1) for name in CALIBRATED] + [(name, True, 2) for name in PREDICTORS]
+    slots = bench.engine.settings.slots_per_layer
+    for name, rolled, least in kinds:
+        for depth in range(least, deepest + 1):
+            fields = {"predictor": name, "prefetch_depth": depth, "prefetch_rolled": rolled, "admission": "none"}
+            format = {"expert_format": bench.engine.settings.expert_format}
+            bench.engine.apply(Settings.parse({"slots_per_layer": slots, **fields, **format}))
+            device = _beyond(bench, effort, basis.enter_us, skip=depth)
+            yield summarise_device(f"predict_{name}{'_rolled' * rolled}", [0.0], device, depth=depth)
+
+
+# Copies
+
+
+def copies(bench: GraphBench, effort: Effort, basis: Basis) -> Iterator[Measurement]:
+    """Copies of steps that miss one to k experts: how they follow each other, and what waits for them."""
+    stage, k, layers = bench.stage("fetch"), bench.shape.top_k, bench.shape.n_moe_layers
+    missed: dict[int, list[LayerTimes]] = {count: [] for count in range(k + 1)}
+    waits: list[float] = []
+    bench.engine.copies.spans = []
+    for turn in in_time(effort.rounds * k, effort.seconds * 4):
+        counts = [(turn + layer // 2) % k + 1 if layer % 2 == 0 else 0 for layer in range(layers)]
+        step = bench.step(
+            [
+                Asked.of(bench.pick(stage.absent, n, turn + at) + bench.pick(stage.resident, k - n, turn + at))
+                for at, n in enumerate(counts)
+            ]
+        )
+        for layer, count in enumerate(counts if turn else []):
+            missed[count].append(step.layers[layer])
+            if count and layer + 1 < layers and len(step.layers[layer].copies) == count:
+                waits.append(step.landed_us(layer) - basis.enter_us)
+    bench.engine.copies.spans = None
+    yield from _of_copies(bench, missed)
+    one = _one_expert_us(bench, effort, basis)
+    yield summarise("wait", [max(0.0, us - one) for us in waits])
+
+
+def _of_copies(bench: GraphBench, missed: dict[int, list[LayerTimes]]) -> Iterator[Measurement]:
+    """What layer-steps by the number of their misses tell of the link and of the host that serves it."""
+    every = [times for count, found in missed.items() if count for times in found if times.copies]
+    bursts = [sorted(times.copies, key=lambda copy: copy.landed_ns) for times in every]
+    gaps = [(b.landed_ns - a.landed_ns) / 1e3 for burst in bursts for a, b in pairwise(burst)]
+    firsts = [(burst[0].landed_ns - burst[0].issued_ns) / 1e3 for burst in bursts]
+    gaps = gaps or firsts
+    pinned = int(bench.engine.slab.pinned)
+    yield summarise("copy", gaps, bytes=bench.engine.expert_bytes, pinned=pinned)
+    yield summarise("copy_start", [max(0.0, us - median(gaps)) for us in firsts])
+    issued = [min(copy.issued_ns for copy in times.copies) for times in every]
+    yield summarise("queue", [max(0.0, (at - t.told_ns) / 1e3) for at, t in zip(issued, every, strict=True)])
+    none = missed[0]
+    plan = median(times.host["plan"] for times in none)
+    two = [times.host["plan"] for count, found in missed.items() if count > 1 for times in found] or [plan]
+    yield summarise("issue", [max(0.0, us - plan) / 2 for us in two])
+    launch = median(times.host["experts_gpu"] for times in none)
+    few = [(times.host["experts_gpu"] - launch) / count for count in (1, 2) for times in missed.get(count, [])]
+    yield summarise("late", [max(0.0, us) for us in few])
+    host = [times.host["plan"] + times.host["finish"] for times in none]
+    longest = max(count for count, found in missed.items() if found)
+    waited = max(1, round((longest - 1) * median(gaps)))
+    yield summarise("after_wait", host, wait_us=waited)
+
+
+def _one_expert_us(bench: GraphBench, effort: Effort, basis: Basis) -> float:
+    """One resident expert, as `resident` measures it."""
+    stage, layers = bench.stage("fetch"), bench.shape.n_moe_layers
+    found = []
+    for turn in in_time(effort.rounds, effort.seconds):
+        step = bench.step([Asked.of(bench.pick(stage.resident, 1, turn + at)) for at in range(layers)])
+        found += [step.turn_us(layer) - basis.latency_us - basis.enter_us for layer in range(layers - 1)]
+    return max(0.0, median(found)) if found else 0.0
+
+
+def company(bench: GraphBench, effort: Effort, basis: Basis) -> Iterator[Measurement]:
+    """Steps that miss nothing, with and without prefetches beside them that nothing uses."""
+    stage, k, layers = bench.stage("fetch", depth=1), bench.shape.top_k, bench.shape.n_moe_layers
+    turns: dict[bool, list[float]] = {True: [], False: []}
+    host: dict[bool, list[float]] = {True: [], False: []}
+    landed, seen = 0, 0
+    bench.engine.copies.spans = []
+    for turn in in_time(2 * effort.rounds, effort.seconds * 2):
+        beside = turn % 2 == 1
+        ahead = (bench.pick(stage.absent, k, turn),) if beside else ()
+        step = bench.step([Asked.of(bench.pick(stage.resident, k, turn), *ahead)] * layers)
+        for layer in range(1, layers - 1):  # the first one is still without company
+            turns[beside].append(step.turn_us(layer) - basis.latency_us)
+            host[beside].append(step.layers[layer].host["plan"] + step.layers[layer].host["finish"])
+        if beside:
+            landed, seen = landed + sum(len(times.copies) for times in step.layers), seen + layers
+        bench.discard()
+    bench.engine.copies.spans = None
+    alone = [us for us in host[False]] or [0.0]
+    yield summarise("after_wait", alone, wait_us=0)
+    per_copy = max(0.0, median(host[True] or [0.0]) - median(alone)) * seen / max(1, landed)
+    yield summarise("interrupt", [per_copy])
+    for beside, samples in turns.items():
+        if samples:
+            yield summarise_device("gpu_beside_copy", [0.0], [max(0.0, us) for us in samples], copies=int(beside))

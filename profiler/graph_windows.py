@@ -1,0 +1,105 @@
+"""Probes of the graph path for steps over several tokens (names: `profiler.schema`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from statistics import median
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foreload.profiler.graph_bench import CONTEXT, Asked, GraphBench, StepTimes
+from foreload.profiler.graph_cpu import computed_us
+from foreload.profiler.graph_probes import enter_us
+from foreload.profiler.probes import Effort, thread_counts
+from foreload.profiler.schema import Measurement
+from foreload.profiler.stats import in_time, summarise, summarise_device
+from foreload.profiler.windows import routed
+
+TOKENS = (1, 2, 5, 9)
+"""Without drafts, and with up to 1, 4 and 8 of them."""
+
+
+def resident_windows(bench: GraphBench, effort: Effort) -> Iterator[Measurement]:
+    """Blocks of steps over several tokens, and groups of resident experts that see several tokens."""
+    stage, layers = bench.stage("fetch"), bench.shape.n_moe_layers
+    for rows in TOKENS:
+        one, each = enter_us(bench, effort, rows)
+        yield summarise_device("window_attention", [0.0], each, tokens=rows)
+        enter, latency = median(each), max(0.0, median(one) - median(each))
+        groups: dict[tuple[int, int], list[float]] = {}
+        launch: list[float] = []
+        steps: list[StepTimes] = []
+        for asked in _groups(bench, stage.resident, rows):
+            for turn in in_time(effort.rounds, effort.seconds / 4):
+                step = bench.step([Asked(asked)] * layers)
+                if not turn:
+                    continue
+                steps.append(step)
+                launch += [times.host["experts_gpu"] / 2 for times in step.layers]
+                group = len(np.unique(asked)), asked.size
+                turns = [step.turn_us(layer) - latency - enter for layer in range(layers - 1)]
+                groups.setdefault(group, []).extend(max(0.0, us) for us in turns)
+        for (experts, tokens), samples in sorted(groups.items()):
+            if rows > 1 and samples:
+                yield summarise_device("window_experts_gpu", launch, samples, experts=experts, tokens=tokens)
+        yield from _host_blocks(steps, rows, latency, median(groups[max(groups)] or [0.0]))
+        slots = bench.anywhere(stage)
+        whole = [
+            bench.step([Asked(next(_groups(bench, stage.resident, rows)))] * layers, CONTEXT, slots)
+            for _ in in_time(effort.rounds, effort.seconds)
+        ]
+        yield summarise("window_whole", [(step.done_ns - step.begun_ns) / 1e3 for step in whole[1:]], tokens=rows)
+    yield from _predicting(bench, effort)
+
+
+def _host_blocks(steps: list[StepTimes], rows: int, latency: float, experts: float) -> Iterator[Measurement]:
+    """The host's blocks, and the end of a step behind its last experts."""
+    every = [times for step in steps for times in step.layers]
+    yield summarise("window_plan", [times.host["plan"] for times in every], tokens=rows)
+    yield summarise("window_finish", [times.host["finish"] for times in every], tokens=rows)
+    yield summarise("window_embed", [(step.launched_ns - step.begun_ns) / 1e3 for step in steps], tokens=rows)
+    last = len(steps[0].layers) - 1
+    heads = [max(0.0, step.turn_us(last) - latency - experts) for step in steps]
+    yield summarise_device("window_head", [0.0], heads, tokens=rows)
+
+
+def _groups(bench: GraphBench, experts: list[int], rows: int) -> Iterator[NDArray[np.int64]]:
+    """Routings of a step over `rows` tokens: the same experts for all, or others for each, k each and one each."""
+    k = bench.shape.top_k
+    for each, alike in product((k, 1), (True, False)) if rows > 1 else ((k, True),):
+        yield routed(experts, rows, each, alike, 0)
+
+
+def _predicting(bench: GraphBench, effort: Effort) -> Iterator[Measurement]:
+    """Looking one layer ahead for several tokens; nothing for a model of one layer."""
+    if bench.shape.n_moe_layers < 2:
+        return
+    base = {}
+    bench.stage("fetch")
+    for rows in TOKENS:
+        base[rows] = median(enter_us(bench, effort, rows, skip=1)[1])
+    bench.stage("fetch", depth=1)
+    for rows in TOKENS:
+        each = enter_us(bench, effort, rows, skip=1)[1]
+        yield summarise_device("window_predict", [0.0], [max(0.0, us - base[rows]) for us in each], tokens=rows)
+
+
+def cpu_windows(bench: GraphBench, effort: Effort) -> Iterator[Measurement]:
+    """Groups of CPU experts that see several tokens."""
+    layers = bench.shape.n_moe_layers
+    for threads in thread_counts():
+        stage = bench.stage("cpu", threads)
+        groups: dict[tuple[int, int], list[float]] = {}
+        every = [asked for rows in TOKENS[1:] for asked in _groups(bench, stage.absent, rows)]
+        # Steps over the same number of tokens whose layers take turns.
+        for rows in TOKENS[1:]:
+            same = [asked for asked in every if len(asked) == rows]
+            for turn in in_time(effort.rounds, effort.seconds):
+                step = bench.step([Asked(same[(turn + layer) % len(same)]) for layer in range(layers)])
+                for layer, times in enumerate(step.layers if turn else []):
+                    asked = same[(turn + layer) % len(same)]
+                    groups.setdefault((len(np.unique(asked)), asked.size), []).append(computed_us(times))
+        for (experts, tokens), samples in sorted(groups.items()):
+            yield summarise("window_experts_cpu", samples, experts=experts, tokens=tokens, threads=threads)
