@@ -141,8 +141,10 @@ class Bench:
         """`count` of `experts`, others at every turn."""
         return [experts[(turn * count + i) % len(experts)] for i in range(count)]
 
-    def copy_times(self, layer: int, experts: list[int], beside: list[int]) -> list[float]:
+    def copy_times(self, layer: int, experts: list[int], beside: list[int], submissions: int = 1) -> list[float]:
         """Fetch `experts` while the CPU computes `beside` over and over; microseconds of each copy after the first.
+
+        So many `submissions` are made before each wait, for the CPU not to wait for Python.
 
         Back-to-back copies are told apart by their arrivals, so the rate is the link's, not the waiting thread's.
         """
@@ -156,7 +158,8 @@ class Bench:
         if beside:
             x, rows = self.hidden().cpu(), [np.zeros(1, np.int64)] * len(beside)
             while brain.in_flight() or brain.can_issue():
-                self.engine.cpu.submit(layer, beside, x, rows)
+                for _ in range(submissions):
+                    self.engine.cpu.submit(layer, beside, x, rows)
                 self.engine.cpu.join()
         copies.wait_landed(keys)
         with copies.lock:

@@ -1,7 +1,8 @@
 """The bench of the graph path: whole decode steps as they are launched, their experts and prefetches chosen.
 
-`FastForward.decode` runs; only what it demands is exchanged (`Steer`). What the device takes is seen from the host: from
-a launch until the next layer's routing is told. On a device that is played (`tests/backend/cuda`) the same code runs.
+`FastForward.decode` runs; only what it demands is exchanged (`Steer`). What the device takes is seen from the host:
+from a launch until the next layer's routing is told. On a device that is played (`tests/backend/cuda`) the same code
+runs.
 """
 
 from __future__ import annotations

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 from statistics import median
 
-from foreload.backend.experts.transfer import CopySpan
 from foreload.backend.native.pool import SPIN_US
 from foreload.profiler.graph_bench import Asked, GraphBench, LayerTimes
 from foreload.profiler.probes import Effort, thread_counts
 from foreload.profiler.schema import Measurement
 from foreload.profiler.stats import in_time, summarise
 
-Spans = list[tuple[int, int, int, int]]
 APART_NS = 3 * SPIN_US * 1000
 """Workers idle for so long sleep."""
 
@@ -65,7 +62,10 @@ def _asleep(bench: GraphBench, effort: Effort, threads: int) -> Iterator[Measure
         ends = [0]
         cpu = [layer % 8 in (6, 7) for layer in range(layers)]
         step = bench.step(
-            [Asked.of(bench.pick(stage.absent, 1, turn + at) if on else stage.resident[:k]) for at, on in enumerate(cpu)]
+            [
+                Asked.of(bench.pick(stage.absent, 1, turn + at) if on else stage.resident[:k])
+                for at, on in enumerate(cpu)
+            ]
         )
         for layer, on in enumerate(cpu):
             if on:
@@ -78,14 +78,12 @@ def _asleep(bench: GraphBench, effort: Effort, threads: int) -> Iterator[Measure
 
 
 def _beside_copies(bench: GraphBench, effort: Effort, threads: int) -> Iterator[Measurement]:
-    """CPU experts while prefetches that nothing uses keep the link busy, and those copies."""
+    """CPU experts while prefetches that nothing uses keep the link busy; copies while the CPU is busy."""
     stage, layers = bench.stage("cpu", threads, depth=1), bench.shape.n_moe_layers
     half = len(stage.absent) // 2
     mine, others, most = stage.absent[:half], stage.absent[half:], min(bench.shape.top_k, half)
     found: dict[int, list[float]] = {count: [] for count in range(1, most + 1)}
-    gaps: list[float] = []
     for turn in in_time(effort.rounds * most, effort.seconds * 2):
-        bench.engine.copies.spans, bench.engine.cpu.spans = [], []
         counts = [(turn + layer) % most + 1 for layer in range(layers)]
         step = bench.step(
             [
@@ -94,25 +92,17 @@ def _beside_copies(bench: GraphBench, effort: Effort, threads: int) -> Iterator[
             ]
         )
         bench.discard()
-        landed = [copy for times in step.layers for copy in times.copies]
-        gaps += _gaps_within(sorted(landed, key=lambda copy: copy.landed_ns), bench.engine.cpu.spans or []) if turn else []
         for layer, count in enumerate(counts if turn else []):
             if layer:  # nothing is prefetched before the first
                 found[count].append(computed_us(step.layers[layer]))
-    bench.engine.copies.spans = bench.engine.cpu.spans = None
     for count, samples in found.items():
         if samples:
             yield summarise("experts_cpu_beside_copy", samples, experts=count, threads=threads)
-    if gaps:
-        yield summarise("copy_beside_cpu", gaps, threads=threads)
-
-
-def _gaps_within(landed: list[CopySpan], busy: Spans) -> list[float]:
-    """Microseconds between copies that landed one behind the other while CPU experts ran all the time or nearly so."""
-    found = []
-    for a, b in pairwise(landed):
-        gap = b.landed_ns - a.landed_ns
-        work = sum(max(0, min(b.landed_ns, done) - max(a.landed_ns, begun)) for _, _, begun, done in busy)
-        if b.issued_ns < a.landed_ns and work > 0.8 * gap:
-            found.append(gap / 1e3)
-    return found
+    stage, k = bench.stage("fetch", threads), bench.shape.top_k
+    bench.engine.cpu.resize(threads)
+    copies: list[float] = []
+    for turn in in_time(effort.rounds, effort.seconds):
+        absent = bench.pick(stage.absent, min(2 * k, len(stage.absent)), turn)
+        copies += bench.copy_times(turn % layers, absent[:k], absent[-min(k, threads) :], submissions=3)
+    bench.engine.cpu.resize(0)
+    yield summarise("copy_beside_cpu", copies, threads=threads)

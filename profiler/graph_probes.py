@@ -12,9 +12,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-import numpy as np
-
-from foreload.backend.policy.state import DEMAND
 from foreload.backend.predict import CALIBRATED, PREDICTORS
 from foreload.backend.replay import Replay
 from foreload.profiler.graph_bench import CONTEXT, Asked, GraphBench, LayerTimes, StepTimes
@@ -58,7 +55,7 @@ def entering(bench: GraphBench, effort: Effort, basis: Basis) -> Iterator[Measur
         if context == CONTEXT:
             basis.enter_us = median(each)
             basis.latency_us = max(0.0, median(one) - basis.enter_us)
-            yield summarise_device("launch", launch, [max(0.0, us - basis.enter_us) for us in one])
+            yield summarise("launch", [max(0.0, us - basis.enter_us) for us in one])
 
 
 def _launch_us(bench: GraphBench, effort: Effort) -> list[float]:
@@ -114,7 +111,7 @@ def _whole(bench: GraphBench, effort: Effort) -> Iterator[Measurement]:
         for turn in in_time(effort.rounds, effort.seconds):
             step = bench.step([Asked.of(bench.pick(stage.resident, k, turn))] * layers, context, slots)
             samples.append((step.done_ns - step.begun_ns) / 1e3)
-        yield summarise("whole", samples[1:], context=context)
+        yield summarise_device("whole", [0.0], samples[1:], context=context)
 
 
 # What graphs do besides
@@ -253,7 +250,7 @@ def company(bench: GraphBench, effort: Effort, basis: Basis) -> Iterator[Measure
             landed, seen = landed + sum(len(times.copies) for times in step.layers), seen + layers
         bench.discard()
     bench.engine.copies.spans = None
-    alone = [us for us in host[False]] or [0.0]
+    alone = host[False] or [0.0]
     yield summarise("after_wait", alone, wait_us=0)
     per_copy = max(0.0, median(host[True] or [0.0]) - median(alone)) * seen / max(1, landed)
     yield summarise("interrupt", [per_copy])

@@ -42,8 +42,9 @@ Probes (the names are a contract between profiler and cost model). `p50_us` is t
 On the graph path (`meta.path` is "graphs") blocks are graphs and the host's work between them. There are no route, both
 and after_wait at other waits than measured, and these are other or more; the others are as above.
 
-    attention       context                   entering a layer: sum of the one before, attention, routing, telling it
-    launch                                    launching one graph; device: from there to being told, beyond the graph
+    attention       context                   entering a layer: sum of the one before, attention, routing, telling it;
+                                              host: launching one graph
+    launch                                    from launching a graph to being told by it, beyond the device's time
     embed                                     from the beginning of a step to its first launch
     predict         depth                     what the host plans longer, and what entering a layer takes longer
     speculated      context                   entering a layer that executes predictions and predicts the next one's
@@ -60,7 +61,7 @@ and after_wait at other waits than measured, and these are other or more; the ot
     copy            bytes, pinned             of experts: one behind another; else as above
     copy_start                                what the first of several copies takes longer
     wait                                      from a landing to the start of what waits for it
-    gpu_beside_copy copies                    entering and k resident experts, without (0) and with copies beside them (1)
+    gpu_beside_copy copies                    entering and k resident experts, without copies (0), beside some (1)
     submit                                    handing experts to the CPU
     upload                                    bringing their outputs to where the device reads them
     cpu_asleep      threads, idle_us          what CPU experts take longer after so long a rest

@@ -185,10 +185,11 @@ def bounds(
     layer_steps = np.bincount(np.concatenate([np.zeros(0, np.int64), *distinct]).astype(np.int64))
     windows = any(fed > 1 for _, fed in steps)
     least, resident = _experts_ns(costs, len(layer_steps) - 1, windows)
+    whole = sum(costs.block("whole", context, fed).gpu_ns for context, fed in steps) if costs.graphs else np.inf
     return Bounds(
         loads=per_token,
         bytes_per_token=per_token * costs.expert_bytes,
         link_ns=per_token * 1e9 / experts_per_second(costs),
-        compute_ns=(dense + float(layer_steps @ np.asarray(least))) / tokens,
-        resident_ns=(dense + float(layer_steps @ np.asarray(resident))) / tokens,
+        compute_ns=min(dense + float(layer_steps @ np.asarray(least)), whole) / tokens,
+        resident_ns=min(dense + float(layer_steps @ np.asarray(resident)), whole) / tokens,
     )

@@ -33,9 +33,11 @@ _SEVERITY: tuple[Source, ...] = ("measured", "interpolated", "extrapolated", "as
 WINDOW_BLOCKS = tuple(
     f"window_{block}" for block in ("embed", "attention", "route", "predict", "plan", "finish", "head")
 )
+GRAPH_WINDOW_BLOCKS = tuple(block for block in (*WINDOW_BLOCKS, "window_whole") if block != "window_route")
 _AXIS = {
     "copy": "bytes",
     "attention": "context",
+    "whole": "context",
     **{f"predict{kind}": "depth" for kind in ("", *(f"_{p}{form}" for p in GATE_SIDE for form in ("", "_rolled")))},
     "after_wait": "wait_us",
     "experts_gpu": "experts",
@@ -46,13 +48,14 @@ _AXIS = {
     "prefill_layer": "tokens",
     "prefill_expert": "tokens",
     "sample": "tokens",
-    **dict.fromkeys(WINDOW_BLOCKS, "tokens"),
+    **dict.fromkeys((*WINDOW_BLOCKS, "window_whole"), "tokens"),
     **dict.fromkeys(("draft_ngram", "draft_model"), "tokens"),
 }
 _BY_FORMAT = {"experts_gpu": "gpu_format", "experts_cpu": "cpu_format"}
 """Probes of experts in the engine, and what they take alone in each format."""
 _SLOPED = (
-    "after_wait", "attention", "prefill_layer", "prefill_expert", "sample", "draft_ngram", "draft_model", *WINDOW_BLOCKS
+    "after_wait", "attention", "whole", "prefill_layer", "prefill_expert", "sample", "draft_ngram", "draft_model",
+    "window_whole", *WINDOW_BLOCKS,
 )  # fmt: skip
 
 
@@ -124,8 +127,12 @@ class CostModel:
         shape: ModelShape,
         dtype: str | None = None,
         format: PackedFormat | None = None,
+        replayed: bool = False,
     ) -> None:
-        """`format` of the experts: default, and measured best, is the one the profile's engine ran in."""
+        """`format` of the experts: default, and measured best, is the one the profile's engine ran in.
+
+        `replayed`: of an engine whose routing comes from a recording, which takes graphs some time.
+        """
         profile.check_model(shape, dtype or profile.meta.dtype)
         self.own_format = profile.meta.expert_format or layer_formats(None, shape, profile.meta.dtype)[0]
         expected = block_layout(self.own_format, shape).bytes
@@ -136,15 +143,24 @@ class CostModel:
         self.format = format or self.own_format
         self.expert_bytes = block_layout(self.format, shape).bytes
         self.asynchronous = profile.meta.device == "cuda"
+        self.graphs = profile.meta.path == "graphs"
+        self.replayed = replayed
         self.used: dict[str, Source] = {}
         self._tables: dict[tuple[str, tuple[tuple[str, int], ...]], list[_Point]] = {}
-        self._known: dict[tuple[str, int, int], Cost] = {}
+        self._known: dict[tuple[object, ...], Cost] = {}
         self._rates: dict[tuple[str, int, int, int], int] = {}
         self._planes: dict[tuple[str, int], Plane] = {}
 
     def fresh(self) -> CostModel:
         """The same model with nothing looked up yet, so that `used` tells what one simulation relied on."""
-        other = CostModel(self.profile, self.shape, format=self.format)
+        return self._in(self.format, self.replayed)
+
+    def replaying(self) -> CostModel:
+        """The model of an engine that replays a recording's routing (`Engine.replay`)."""
+        return self._in(self.format, True)
+
+    def _in(self, format: PackedFormat, replayed: bool) -> CostModel:
+        other = CostModel(self.profile, self.shape, format=format, replayed=replayed)
         other._tables, other._planes = self._tables, self._planes
         return other
 
@@ -164,9 +180,7 @@ class CostModel:
         known = {self.own_format, *(FORMATS[m.at["format"]] for m in self.profile.measurements if "format" in m.at)}
         if format not in known:
             raise MismatchError(f"profile: expert_format {format} was not measured: it was {', '.join(sorted(known))}")
-        other = CostModel(self.profile, self.shape, format=format)
-        other._tables, other._planes = self._tables, self._planes
-        return other
+        return self._in(format, self.replayed)
 
     @cached_property
     def _own(self) -> CostModel:
@@ -189,7 +203,7 @@ class CostModel:
 
         Raises FileError if the profile lacks the probe, MismatchError if it lacks the thread count.
         """
-        key = (probe, at, threads)
+        key = (probe, at, threads, *fixed.items())
         found = self._known.get(key)
         if found is None:
             if threads:
@@ -246,7 +260,8 @@ class CostModel:
     def has_windows(self, draft: str) -> bool:
         """Whether the profile can say what windows of this kind of draft cost."""
         held = {m.probe for m in self.profile.measurements}
-        return held >= {*WINDOW_BLOCKS, "window_experts_gpu", f"draft_{draft}"}
+        blocks = GRAPH_WINDOW_BLOCKS if self.graphs else WINDOW_BLOCKS
+        return held >= {*blocks, "window_experts_gpu", f"draft_{draft}"}
 
     def _plane(self, probe: str, threads: int = 0) -> Plane:
         key = (probe, threads)
@@ -281,10 +296,30 @@ class CostModel:
         return self.cost("copy", self.expert_bytes, pinned=pinned).host_ns
 
     def dense_ns(self, context: int, tokens: int = 1) -> int:
-        """Blocks of one layer-step over `tokens` tokens, without experts and predictions, on whichever is slower."""
+        """Blocks of one layer-step over `tokens` tokens, without experts and predictions, on whichever is slower.
+
+        Of graphs what the device takes: a step of one launch has no more.
+        """
+        if self.graphs:
+            return self.block("attention", context, tokens).gpu_ns
         found = [self.block(probe, at, tokens) for probe, at in (("plan", 0), ("attention", context))]
         found += [self.block("route", tokens=tokens), self.block("finish", tokens=tokens)]
         return sum(cost.busy_ns for cost in found)
+
+    def between_ns(self, context: int, tokens: int = 1) -> int:
+        """The same where the host decides in every layer: what lies between the experts of two layers."""
+        if not self.graphs:
+            return self.dense_ns(context, tokens)
+        return self.dense_ns(context, tokens) + self.block("plan", tokens=tokens).host_ns + self.cost("launch").host_ns
+
+    @cached_property
+    def speculating_ns(self) -> int:
+        """What a layer that executes predictions takes longer than one that routes and predicts; below 0: less."""
+        found = self.cost("speculated")
+        if not self.graphs:
+            return found.busy_ns - self.cost("route").busy_ns
+        at = self.profile.points("speculated")[0].at.get("context", 0)
+        return found.gpu_ns - self.cost("attention", at).gpu_ns - self.cost("predict", 1).gpu_ns
 
     @cached_property
     def middle_context(self) -> int:
@@ -332,9 +367,10 @@ class CostModel:
     @cached_property
     def cpu_threads(self) -> tuple[int, ...]:
         """Thread counts at which every CPU probe was measured, ascending; empty without any."""
+        needed = ("experts_cpu", "copy_beside_cpu", "experts_cpu_beside_copy") + (() if self.graphs else ("both",))
         counts = [
             {m.at["threads"] for m in self.profile.measurements if m.probe == probe and "threads" in m.at}
-            for probe in ("experts_cpu", "copy_beside_cpu", "experts_cpu_beside_copy", "both")
+            for probe in needed
         ]
         return tuple(sorted(set.intersection(*counts)))
 
@@ -372,12 +408,14 @@ class CostModel:
         return self._rates[key]
 
     def both_rate(self, gpu: int, cpu: int, threads: int) -> int:
-        """Rate of `gpu` resident and `cpu` CPU experts beside each other.
+        """Rate of `gpu` resident and `cpu` CPU experts beside each other; a GPU's kernels do not notice.
 
         Both are slowed by one factor s while both run, so that T(both) = s min + (max - min) of the isolated times.
         """
         if self._own is not self:
             return self._own.both_rate(gpu, cpu, threads)
+        if self.graphs:
+            return SCALE
         key = ("both", gpu, cpu, threads)
         if key not in self._rates:
             at_gpu, at_cpu, both_ns = self._nearest_both(gpu, cpu, threads)
@@ -437,7 +475,7 @@ def split_costs(profile: HardwareProfile | CostModel, shape: ModelShape, setting
     if settings.miss_action != "fetch" and gamma:
         more = costs.experts_cpu_ns(1, threads, 2) - costs.experts_cpu_ns(1, threads, 1)
         token = max(0, more) * SCALE // costs.cpu_rate(1, threads)
-    dense = costs.dense_ns(costs.middle_context, gamma + 1)
+    dense = costs.between_ns(costs.middle_context, gamma + 1)
     if gamma:
         drafting = costs.draft(settings, gamma)
         dense += max(drafting.host_ns, drafting.gpu_ns) // shape.n_moe_layers

@@ -10,9 +10,11 @@ from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from foreload.simulator.clock import WAIT_GPU, WAIT_ISSUE, WAIT_LINK, WAKE, HostClock
-from foreload.simulator.costs import Cost, CostModel
+from foreload.simulator.costs import SCALE, Cost, CostModel
+from foreload.simulator.graph_costs import DeviceTimes, GraphCosts
 from foreload.simulator.resources import CPU, GPU, Clockwork, Link, Process, Sharing, fire
 from foreload.simulator.timeline import Timeline
 
@@ -31,10 +33,12 @@ class Device(ABC):
         link: Link,
         clock: HostClock,
         timeline: Timeline,
+        times: DeviceTimes,
     ) -> None:
         self._env, self._costs, self._sharing = env, costs, sharing
         self._link, self._clock, self._timeline = link, clock, timeline
         self._wake_ns = costs.cost("wait").host_ns
+        self._times = times
 
     @abstractmethod
     def block(self, kind: str, cost: Cost, layer: int = -1, expert: int = -1) -> None:
@@ -116,8 +120,9 @@ class GpuDevice(Device):
         link: Link,
         clock: HostClock,
         timeline: Timeline,
+        times: DeviceTimes,
     ) -> None:
-        super().__init__(env, costs, sharing, link, clock, timeline)
+        super().__init__(env, costs, sharing, link, clock, timeline, times)
         self._free_at = 0
         self._queue: deque[_Launch] = deque()
         self._blocked: list[tuple[int, int]] = []  # spans in which the stream waited for a copy, since the last sync
@@ -146,7 +151,7 @@ class GpuDevice(Device):
         plain = (key < 0 or key in self._link.landed_at) and not (experts and self._sharing.active(CPU))
         if plain and not self._queue:
             start = self._start(launch)
-            self._end(launch, start, start + launch.work_ns)
+            self._end(launch, start, start + self._work_ns(launch))
             return
         self._queue.append(launch)
         if not self._work.triggered:
@@ -154,12 +159,16 @@ class GpuDevice(Device):
 
     def _start(self, launch: _Launch) -> int:
         """When the stream can begin `launch`, whose copy (if any) has landed."""
-        ready = max(self._free_at, launch.begun_ns)
+        ready = max(self._free_at, launch.begun_ns + self._times.latency_ns)
         landed = self._link.landed_at.get(launch.key, 0) if launch.key >= 0 else 0
         if landed <= ready:
             return ready
         self._blocked.append((ready, landed + self._wake_ns))
         return landed + self._wake_ns
+
+    def _work_ns(self, launch: _Launch) -> int:
+        """What it takes from now on: longer while copies run."""
+        return launch.work_ns * SCALE // self._times.gpu_rate if self._link.busy else launch.work_ns
 
     def _end(self, launch: _Launch, start: int, end: int) -> None:
         self._timeline.add("gpu", launch.kind, start, end, launch.layer, launch.expert)
@@ -175,7 +184,7 @@ class GpuDevice(Device):
                 if launch.key >= 0 and launch.key not in self._link.landed_at:
                     yield self._link.landing(launch.key)
                 start = self._start(launch)
-                end = start + launch.work_ns
+                end = start + self._work_ns(launch)
                 if launch.experts and self._sharing.active(CPU):
                     if self._env.now < start:
                         yield self._env.timeout(start - self._env.now)
@@ -197,3 +206,21 @@ class GpuDevice(Device):
         self._blocked.clear()
         clock.spend(WAIT_GPU, end - clock.now - link_ns)
         clock.spend(WAIT_LINK, link_ns)
+
+
+class GraphDevice(GpuDevice):
+    """The same fed with graphs: its kernels and CPU experts use different memory."""
+
+    def __init__(self, *arguments: Any, graphs: GraphCosts) -> None:
+        super().__init__(*arguments)
+        self._graphs = graphs
+
+    def experts(self, count: int, layer: int, expert: int = -1, tokens: int = 0) -> Process:
+        """Launch them."""
+        yield from ()
+        self._launch("experts_gpu", self._costs.experts_gpu(count, tokens), layer, expert)
+
+    def arrived(self, key: int, layer: int, expert: int, tokens: int = 0) -> Process:
+        """Launch it behind a wait of the stream."""
+        yield from ()
+        self._launch("experts_gpu", self._graphs.late(tokens), layer, expert, key=key)

@@ -17,9 +17,11 @@ from foreload.errors import InternalError, MismatchError
 from foreload.profiler.schema import HardwareProfile
 from foreload.settings import Settings
 from foreload.shape import ModelShape
+from foreload.simulator import graph_steps
 from foreload.simulator.clock import COLD, INTERRUPT, WAIT_CPU, WAIT_LINK, WAKE, HostClock
 from foreload.simulator.costs import Cost, CostModel, as_costs, split_costs
-from foreload.simulator.devices import Device, GpuDevice, HostDevice
+from foreload.simulator.devices import Device, GpuDevice, GraphDevice, HostDevice
+from foreload.simulator.graph_costs import DeviceTimes, GraphCosts
 from foreload.simulator.oracle import Oracle
 from foreload.simulator.prefill import prefill, warm_start
 from foreload.simulator.resources import Clockwork, CpuPool, Link, Process, Sharing
@@ -51,27 +53,32 @@ class EngineModel:
         self.oracle = oracle
         self.timeline = Timeline(timeline)
         self.clock = HostClock(self.env, self.timeline)
-        sharing = Sharing(self.env, costs, settings.cpu_threads)
-        self.link = Link(self.env, sharing, self.brain, costs, self.timeline, lambda: self.clock.ahead)
-        self.cpu = CpuPool(self.env, sharing, costs, settings.cpu_threads, self.timeline)
-        kind = GpuDevice if costs.asynchronous else HostDevice
-        self.device: Device = kind(self.env, costs, sharing, self.link, self.clock, self.timeline)
+        sharing, times = Sharing(self.env, costs, settings.cpu_threads), DeviceTimes.of(costs, settings)
+        self.link = Link(self.env, sharing, self.brain, costs, self.timeline, lambda: self.clock.ahead, times)
+        self.cpu = CpuPool(self.env, sharing, costs, settings.cpu_threads, self.timeline, times)
+        self._graphs = GraphCosts(costs, settings) if costs.graphs else None
+        parts = (self.env, costs, sharing, self.link, self.clock, self.timeline, times)
+        if self._graphs is not None:
+            self.device: Device = GraphDevice(*parts, graphs=self._graphs)
+        else:
+            self.device = (GpuDevice if costs.asynchronous else HostDevice)(*parts)
+        self.all_slots = sum(capacity) == shape.n_moe_layers * shape.experts
         self.token_ns: list[int] = []
         self.ttft_ns: list[int] = []
         self.warm_ns = 0
         self.decode_time: Mapping[str, int] = {}
         self.prefill_time: Mapping[str, int] = {}
         self.steps = 0
-        self._sampled = False  # whether tokens are drawn, as the recording says
+        self.sampled = False  # whether tokens are drawn, as the recording says
         self._speculated = frozenset(settings.speculated(shape))
-        self._wake_ns = costs.cost("wait").host_ns
-        self._after_cpu = False  # whether the last layer-step waited for CPU experts
+        self._wake_ns, self._issue_wake_ns = costs.cost("wait").host_ns, times.host_wake_ns
+        self.after_cpu = False  # whether the last layer-step waited for CPU experts
         self._open = -1  # layer-step that is not finished yet
         self._coming: list[int] = []  # keys of the copies it runs on
 
     def run(self, requests: Sequence[Request], sampled: bool = False) -> None:
         """Serve the requests one after the other; `sampled`: at a temperature, which costs draws in verify steps."""
-        self._sampled = sampled
+        self.sampled = sampled
         self.env.run(self.env.process(self._serve(requests)))
         self.brain.check_integrity()
 
@@ -89,7 +96,10 @@ class EngineModel:
             self.clock.time = times[DECODE]
             for step, emitted in enumerate(request.emitted):
                 begun = self.clock.now
-                yield from self._step(request, step)
+                if self._graphs is not None:
+                    yield from graph_steps.step(self, self._graphs, request, step)
+                else:
+                    yield from self._step(request, step)
                 self.token_ns += shared_ns([self.clock.now - begun], [emitted])
                 self.timeline.step += 1
             self.steps += len(request.emitted)
@@ -130,7 +140,7 @@ class EngineModel:
             yield from device.sync()
         device.block("embed", cost("embed"))
         for layer in range(last):
-            self._slowed(layer)
+            self.slowed(layer)
             device.block("attention", attention, layer)
             if layer in self._speculated:
                 device.block("route", self.costs.beyond(self.costs.cost("speculated"), "route", fed), layer)
@@ -150,18 +160,29 @@ class EngineModel:
                 yield from self._finish()
         device.block("head", cost("head"))
         yield from device.sync()
-        if drafting != "none" and self._sampled:
+        if drafting != "none" and self.sampled:
             device.block("sample", self.costs.cost("sample", request.emitted[step]))
         yield from self._finish()
         self.brain.end_step()
 
-    def _slowed(self, layer: int) -> None:
+    def enter(self, costs: GraphCosts, request: Request, step: int, layer: int) -> None:
+        """Launch what enters a layer or, behind the last one, ends the step."""
+        fed, layers = request.fed[step], self.shape.n_moe_layers
+        if layer == layers:
+            launch = costs.enter(request.context[step], fed, 0, False).host_ns
+            self.device.block("attention", Cost(launch, costs.head(fed).gpu_ns, "measured"), layer)
+            return
+        depth = min(self.settings.prefetch_depth, layers - 1 - layer)
+        executes = layer in self._speculated
+        self.device.block("attention", costs.enter(request.context[step], fed, depth, executes), layer)
+
+    def slowed(self, layer: int) -> None:
         """The host's blocks of this layer-step take longer for what it waited and for the copies that landed since."""
-        threads = self.settings.cpu_threads if self._after_cpu else 0
+        threads = self.settings.cpu_threads if self.after_cpu else 0
         self.clock.spend(COLD, self.costs.cold_ns(self.clock.idle_ns, threads), layer)
         self.clock.spend(INTERRUPT, self.link.interruptions * self.costs.interrupt_ns, layer)
         self.clock.idle_ns = self.link.interruptions = 0
-        self._after_cpu = False
+        self.after_cpu = False
 
     def _experts(self, request: Request, step: int, layer: int, depth: int) -> Process:
         """A layer-step's experts: plan, hits, copies in the order of the link, CPU results."""
@@ -190,15 +211,15 @@ class EngineModel:
         if hits:
             yield from self.device.experts(hits, layer, tokens=int(tokens[decided == _HIT].sum()))
         if hits + on_cpu < len(actions):
-            yield from self._copied(layer, dict(zip(experts[coming].tolist(), tokens[coming].tolist(), strict=True)))
+            yield from self.copied(layer, dict(zip(experts[coming].tolist(), tokens[coming].tolist(), strict=True)))
         if on_cpu:
-            self._after_cpu = True
+            self.after_cpu = True
             yield from self.settle()
             if self.cpu.busy:
                 yield self.cpu.result()
                 self.clock.waited(WAIT_CPU, layer)
 
-    def _copied(self, layer: int, tokens: dict[int, int]) -> Process:
+    def copied(self, layer: int, tokens: dict[int, int]) -> Process:
         """Run the experts that come over the link, in its order; their tokens as for `CostModel.experts_gpu`."""
         base = layer * self.shape.experts
         mine = {base + expert for expert in tokens}
@@ -209,7 +230,7 @@ class EngineModel:
                 yield link.next_issue()
                 self.clock.waited(self.device.issue_wait, layer)
                 if self.costs.asynchronous:
-                    self.clock.spend(WAKE, self._wake_ns, layer)
+                    self.clock.spend(WAKE, self._issue_wake_ns, layer)
                 continue
             key = link.log[at]
             at += 1

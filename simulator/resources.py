@@ -18,6 +18,7 @@ from foreload.backend.policy import Brain
 from foreload.backend.policy.copies import WINDOW
 from foreload.backend.policy.state import AHEAD, DECODE, DEMAND, N_IN_FLIGHT, N_QUEUED, PREFETCH, UPLOAD
 from foreload.simulator.costs import SCALE, CostModel
+from foreload.simulator.graph_costs import DeviceTimes
 from foreload.simulator.timeline import Timeline
 
 LINK, CPU, GPU = 0, 1, 2
@@ -132,9 +133,10 @@ class Link:
         costs: CostModel,
         timeline: Timeline,
         working: Callable[[], bool],
+        times: DeviceTimes,
     ) -> None:
         """`working()` says whether the host is at work now, and not waiting."""
-        self._working = working
+        self._working, self._times = working, times
         self.phase = DECODE
         self.issued: deque[int] = deque()  # keys in the stream, the transferring one first
         self.log: list[int] = []  # keys in the order of issue since `watch`
@@ -157,9 +159,9 @@ class Link:
         self.log = list(self.issued)
         self.landed_at.clear()
 
-    def pump(self) -> None:
-        """Issue what the window admits."""
-        scalars = self._brain.state.scalars
+    def pump(self) -> int:
+        """Issue what the window admits; how many copies that were."""
+        scalars, issued = self._brain.state.scalars, 0
         while scalars[N_QUEUED] and scalars[N_IN_FLIGHT] < WINDOW:
             key = self._brain.next_copy(self.phase)
             self.issued.append(key)
@@ -167,10 +169,12 @@ class Link:
             if self._timeline.on:
                 self._kinds[key] = _KINDS[int(self._brain.state.purpose.flat[key])]
             if len(self.issued) == 1:
-                self._transfer()
+                self._transfer(self._times.copy_start_ns)
             if self._issue is not None:
                 fire(self._issue)
                 self._issue = None
+            issued += 1
+        return issued
 
     def next_issue(self) -> simpy.Event:
         """Fires when the next copy is issued."""
@@ -182,9 +186,9 @@ class Link:
         """Fires when the copy of `key`, queued or in the stream, has arrived."""
         return self._landing.setdefault(key, self._env.event())
 
-    def _transfer(self) -> None:
+    def _transfer(self, start_ns: int = 0) -> None:
         self._begun = self._env.now
-        self._sharing.start(LINK, self._copy_ns, self._arrived)
+        self._sharing.start(LINK, self._copy_ns + start_ns, self._arrived)
 
     def _arrived(self) -> None:
         key = self.issued.popleft()
@@ -209,9 +213,18 @@ class Link:
 class CpuPool:
     """Computes one batch of experts at a time on `threads` threads."""
 
-    def __init__(self, env: Clockwork, sharing: Sharing, costs: CostModel, threads: int, timeline: Timeline) -> None:
+    def __init__(
+        self,
+        env: Clockwork,
+        sharing: Sharing,
+        costs: CostModel,
+        threads: int,
+        timeline: Timeline,
+        times: DeviceTimes,
+    ) -> None:
         self._env, self._sharing, self._costs, self._threads = env, sharing, costs, threads
-        self._timeline = timeline
+        self._timeline, self._times = timeline, times
+        self._rested_since = -times.rest_ns - 1  # its workers sleep at first
         self._result: simpy.Event | None = None
 
     @property
@@ -225,11 +238,15 @@ class CpuPool:
 
         def done() -> None:
             self._timeline.add("cpu", "experts_cpu", begun, self._env.now, layer)
+            self._rested_since = self._env.now
             if self._result is not None:
                 fire(self._result)
                 self._result = None
 
-        self._sharing.start(CPU, self._costs.experts_cpu_ns(experts, self._threads, tokens), done, experts)
+        work_ns = self._costs.experts_cpu_ns(experts, self._threads, tokens)
+        if begun - self._rested_since > self._times.rest_ns:
+            work_ns += self._times.asleep_ns
+        self._sharing.start(CPU, work_ns, done, experts)
 
     def result(self) -> simpy.Event:
         """Fires when the running batch is done."""

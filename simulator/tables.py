@@ -56,11 +56,11 @@ def layer_costs(
 
 def _dense_ns(costs: CostModel, settings: Settings, context: int) -> int:
     """Blocks of one layer-step without experts, mean over the layers."""
-    dense = costs.dense_ns(context)
+    dense = costs.between_ns(context)
     if settings.prefetch_depth:
         dense += costs.predict(settings, settings.prefetch_depth).busy_ns
     if speculated := len(settings.speculated(costs.shape)):
-        change = costs.cost("speculated").busy_ns - costs.cost("route").busy_ns
+        change = costs.speculating_ns
         dense += speculated * change // costs.shape.n_moe_layers
     return dense
 

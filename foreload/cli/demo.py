@@ -66,7 +66,7 @@ def _options(device: Any, link: str | None) -> EngineOptions:
 
     shape = Checkpoint.open(MODEL).shape
     rate = parse_rate(link or "100MB/s", "--link") if device == "cpu" or link is not None else None
-    plain = EngineOptions(device=device, context_tokens=CONTEXT, link_bytes_per_s=rate, eager=True)
+    plain = EngineOptions(device=device, context_tokens=CONTEXT, link_bytes_per_s=rate)
     deep = Settings(predictor="gate", prefetch_depth=2, prefetch_width=2 * shape.top_k)
     slots = int(CACHED_SHARE * shape.n_moe_layers * shape.experts) + staging_slots(deep, shape)
     vram = fixed_bytes(shape, plain.resolved_dtype, CONTEXT) + slots * shape.expert_bytes(plain.resolved_dtype)

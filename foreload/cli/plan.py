@@ -58,8 +58,7 @@ def _measured(path: Path, inventory: Inventory, context: int) -> Rates:
     measured = HardwareProfile.load(path)
     costs, shape = CostModel(measured, inventory.shape), inventory.shape
     size, k = costs.expert_bytes, shape.top_k
-    blocks = [costs.cost("attention", context), costs.cost("route"), costs.plan, costs.cost("finish")]
-    layer_ns = sum(max(block.host_ns, block.gpu_ns) for block in blocks)
+    layer_ns = costs.between_ns(context)
     ends_ns = costs.cost("embed").host_ns + costs.cost("head").host_ns
     own_ns = layer_ns + ends_ns // shape.n_moe_layers
     link = size * 1e9 / costs.copy_ns

@@ -13,6 +13,7 @@ from foreload.cli.engine_options import (
     DeviceFlag,
     DraftModelFlag,
     DtypeFlag,
+    EagerFlag,
     LinkFlag,
     ModelArg,
     VramFlag,
@@ -33,6 +34,7 @@ def profile(
     draft_model: DraftModelFlag = None,
     context: ContextFlag = 2048,
     calibration: CalibrationFlag = None,
+    eager: EagerFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Measure this machine for one model's shapes.
@@ -44,8 +46,7 @@ def profile(
     from foreload.profiler.run import profile as measure
 
     output = Output(as_json)
-    # Blocks of the eager path are what is measured.
-    options = engine_options(device, dtype, vram, link, context, calibration, eager=True)
+    options = engine_options(device, dtype, vram, link, context, calibration, eager=eager)
     settings = bench_settings(Checkpoint.open(model).shape, draft_model)
     with open_engine(model, options, settings, None, output) as engine, output.progress() as progress:
         task = progress.add_task("profiling", total=None)

@@ -81,6 +81,7 @@ class Blocks(NamedTuple):
     draft: NDArray[np.int64]  # [F + 1, 2]
     sample: NDArray[np.int64]  # [F + 1, 2] by tokens that a step adds; zeros without draws
     experts: NDArray[np.int64]  # [K + 1, T + 1, 2] by tokens; 0: of a single token's step
+    late: NDArray[np.int64]  # [T + 1, 2] one expert behind its copy
     prefill_layer: NDArray[np.int64]  # [C + 1, 2]
     prefill_expert: NDArray[np.int64]  # [C + 1, 2]
     cold: NDArray[np.int64]  # [2, microseconds waited], without and with CPU experts before
@@ -88,6 +89,7 @@ class Blocks(NamedTuple):
     queueing_ns: int
     interrupt_ns: int
     drafting: bool
+    shares: bool  # whether resident experts and CPU experts slow each other
 
 
 class Steps(NamedTuple):
@@ -99,13 +101,15 @@ class Steps(NamedTuple):
     fed: NDArray[np.int64]  # [S]
     emitted: NDArray[np.int64]  # [S]
     attention: NDArray[np.int64]  # [S, 2]
+    whole: NDArray[np.int64]  # [S] of one launch, if every expert may be resident; else 0
 
 
 # Waiting.
 
 
 @uncounted
-def _wait(m: Machine, r: Rates, p: PolicyState, what: int) -> None:
+def wait(m: Machine, r: Rates, p: PolicyState, what: int) -> None:
+    """Let the others act until what the host waits for has happened."""
     m.at[HOST_WAIT] = what
     run_until_host(m, r, p)
 
@@ -136,7 +140,7 @@ def _pump(m: Machine, r: Rates, p: PolicyState) -> None:
 def _landed(m: Machine, r: Rates, p: PolicyState, key: int) -> None:
     """The host waits until the copy of `key` has arrived."""
     m.at[HOST_KEY] = key
-    _wait(m, r, p, ON_LANDING)
+    wait(m, r, p, ON_LANDING)
     waited(m, WAIT_LINK)
     spend(m, WAKE, r.wake_ns)
 
@@ -146,7 +150,7 @@ def drain_link(m: Machine, r: Rates, p: PolicyState) -> None:
     """Between two requests: wait until nothing is in the stream of copies."""
     while m.at[N_ISSUED] and not m.at[mach.FAILED]:
         m.at[HOST_KEY] = m.issued[m.at[N_ISSUED] - 1]
-        _wait(m, r, p, ON_LANDING)
+        wait(m, r, p, ON_LANDING)
         waited(m, WAIT_LINK)
 
 
@@ -154,7 +158,8 @@ def drain_link(m: Machine, r: Rates, p: PolicyState) -> None:
 
 
 @uncounted
-def _block(m: Machine, r: Rates, kind: int, cost: NDArray[np.int64]) -> None:
+def block(m: Machine, r: Rates, kind: int, cost: NDArray[np.int64]) -> None:
+    """Run or launch a block that nothing slows down."""
     if m.at[ASYNCHRONOUS]:
         mach.launch(m, r, kind, cost[0], cost[1], 0, -1)
     else:
@@ -162,29 +167,29 @@ def _block(m: Machine, r: Rates, kind: int, cost: NDArray[np.int64]) -> None:
 
 
 @uncounted
-def _experts(m: Machine, r: Rates, b: Blocks, p: PolicyState, count: int, tokens: int) -> None:
+def experts_gpu(m: Machine, r: Rates, b: Blocks, p: PolicyState, count: int, tokens: int) -> None:
     """Run or launch resident experts, slower beside CPU experts."""
     m.seen[mach.SEEN_GPU, count, tokens] = True
     host_ns, gpu_ns = b.experts[count, tokens, 0], b.experts[count, tokens, 1]
     if m.at[ASYNCHRONOUS]:
-        mach.launch(m, r, EXPERTS_GPU, host_ns, gpu_ns, count, -1)
+        mach.launch(m, r, EXPERTS_GPU, host_ns, gpu_ns, count if b.shares else 0, -1)
         return
     work_ns = max(host_ns, gpu_ns)
     if m.job[CPU, mach.ACTIVE]:
         catch_up(m, r, p)
         start_job(m, r, GPU, work_ns, count)
-        _wait(m, r, p, ON_GPU)
+        wait(m, r, p, ON_GPU)
         work_ns = m.at[NOW] - m.at[HOST]
     spend(m, EXPERTS_GPU, work_ns)
 
 
 @uncounted
-def _sync(m: Machine, r: Rates, p: PolicyState) -> None:
+def sync(m: Machine, r: Rates, p: PolicyState) -> None:
     """Wait for the GPU; time in which it waited for a copy is the link's."""
     if not m.at[ASYNCHRONOUS]:
         return
     if m.at[N_LAUNCHED]:
-        _wait(m, r, p, ON_DRAINED)
+        wait(m, r, p, ON_DRAINED)
     end, link_ns = max(m.at[HOST], m.at[FREE_AT]), 0
     for i in range(m.at[N_BLOCKED]):
         link_ns += max(0, min(end, m.blocked[i, 1]) - max(m.at[HOST], m.blocked[i, 0]))
@@ -194,7 +199,7 @@ def _sync(m: Machine, r: Rates, p: PolicyState) -> None:
 
 
 @uncounted
-def _copied(
+def copied(
     m: Machine,
     r: Rates,
     b: Blocks,
@@ -213,10 +218,10 @@ def _copied(
     while left and not m.at[mach.FAILED]:
         settle(m, r, p)
         if at == m.at[N_LOG]:
-            _wait(m, r, p, ON_ISSUE)
+            wait(m, r, p, ON_ISSUE)
             waited(m, WAIT_ISSUE if m.at[ASYNCHRONOUS] else WAIT_LINK)
             if m.at[ASYNCHRONOUS]:
-                spend(m, WAKE, r.wake_ns)
+                spend(m, WAKE, r.host_wake_ns)
             continue
         key = m.log[at]
         at += 1
@@ -232,11 +237,11 @@ def _came(m: Machine, r: Rates, b: Blocks, p: PolicyState, key: int, tokens: int
     """Wait for a copy in the link, as far as the host must, and run or launch its expert."""
     if m.at[ASYNCHRONOUS]:
         m.seen[mach.SEEN_GPU, 1, tokens] = True
-        mach.launch(m, r, EXPERTS_GPU, b.experts[1, tokens, 0], b.experts[1, tokens, 1], 1, key)
+        mach.launch(m, r, EXPERTS_GPU, b.late[tokens, 0], b.late[tokens, 1], 1 if b.shares else 0, key)
         return
     if not mach.has_landed(m, key):
         _landed(m, r, p, key)
-    _experts(m, r, b, p, 1, tokens)
+    experts_gpu(m, r, b, p, 1, tokens)
 
 
 @uncounted
@@ -257,15 +262,15 @@ def decode(
     for at in range(len(steps.fed)):
         begun, fed, opened = m.at[HOST], steps.fed[at], -1
         if b.drafting:
-            _block(m, r, DRAFT, b.draft[max(1, fed - 1)])
-            _sync(m, r, p)
-        _block(m, r, EMBED, b.embed[fed])
+            block(m, r, DRAFT, b.draft[max(1, fed - 1)])
+            sync(m, r, p)
+        block(m, r, EMBED, b.embed[fed])
         for layer in range(layers):
-            _slowed(m, b, after_cpu)
+            slowed(m, b, after_cpu)
             _routed(m, r, b, p, layer, fed, steps.attention[at], min(depth, layers - 1 - layer))
             settle(m, r, p)
             _close(m, r, p, rules, split, steps, at, opened)
-            distinct = _distinct(steps, at, layer)
+            distinct = demanded(steps, at, layer)
             experts, counts = steps.demand[at, layer, :distinct], steps.counts[at, layer, :distinct]
             action = m.action[layer & 1, :distinct]
             mach.watch(m)
@@ -275,22 +280,22 @@ def decode(
             for ahead in range(min(depth, layers - 1 - layer)):
                 step.prefetch(p, rules, layer + 1 + ahead, steps.predicted[ahead, at, layer + 1 + ahead])
             after_cpu = _layer_experts(m, r, b, p, layer, experts, counts, fed > 1, action)
-            _block(m, r, FINISH, b.finish[fed])
+            block(m, r, FINISH, b.finish[fed])
             opened = layer
             if not m.at[ASYNCHRONOUS]:
                 _finish(m, r, p, rules, split, steps, at, opened)
                 opened = -1
-        _block(m, r, HEAD, b.head[fed])
-        _sync(m, r, p)
+        block(m, r, HEAD, b.head[fed])
+        sync(m, r, p)
         if b.drafting and b.sample[steps.emitted[at], 0]:
-            _block(m, r, SAMPLE, b.sample[steps.emitted[at]])
+            block(m, r, SAMPLE, b.sample[steps.emitted[at]])
         _finish(m, r, p, rules, split, steps, at, opened)
         step.end_step(p)
         step_ns[at] = m.at[HOST] - begun
 
 
 @uncounted
-def _distinct(steps: Steps, at: int, layer: int) -> int:
+def demanded(steps: Steps, at: int, layer: int) -> int:
     """How many experts a layer-step demands."""
     distinct = 0
     while distinct < steps.counts.shape[2] and steps.counts[at, layer, distinct] > 0:
@@ -299,7 +304,7 @@ def _distinct(steps: Steps, at: int, layer: int) -> int:
 
 
 @uncounted
-def _slowed(m: Machine, b: Blocks, after_cpu: bool) -> None:
+def slowed(m: Machine, b: Blocks, after_cpu: bool) -> None:
     """The host's blocks take longer for what it waited and for the copies that landed since."""
     us = min(b.cold.shape[1] - 1, m.at[IDLE] // 1000)
     m.seen_us[int(after_cpu), us] = True
@@ -321,16 +326,16 @@ def _routed(
     depth: int,
 ) -> None:
     """A layer's blocks until its experts are planned."""
-    _block(m, r, ATTENTION, attention)
+    block(m, r, ATTENTION, attention)
     if b.executes[layer]:
-        _block(m, r, ROUTE, b.speculated[fed])
+        block(m, r, ROUTE, b.speculated[fed])
     else:
-        _block(m, r, ROUTE, b.route[fed])
-        _sync(m, r, p)
+        block(m, r, ROUTE, b.route[fed])
+        sync(m, r, p)
     if depth:
-        _block(m, r, PREDICT, b.predict[fed, depth])
-        _sync(m, r, p)
-    _block(m, r, PLAN, b.plan[fed])
+        block(m, r, PREDICT, b.predict[fed, depth])
+        sync(m, r, p)
+    block(m, r, PLAN, b.plan[fed])
 
 
 @uncounted
@@ -355,12 +360,12 @@ def _close(
         if not mach.has_landed(m, m.coming[i]):
             late = True
             m.at[HOST_KEY] = m.coming[i]
-            _wait(m, r, p, ON_LANDING)
+            wait(m, r, p, ON_LANDING)
             waited(m, WAIT_LINK)
     if late:
         spend(m, WAKE, r.wake_ns)
         settle(m, r, p)
-    distinct = _distinct(steps, at, opened)
+    distinct = demanded(steps, at, opened)
     step.finish(p, rules, opened, steps.demand[at, opened, :distinct], m.action[opened & 1, :distinct], split)
 
 
@@ -392,19 +397,18 @@ def _layer_experts(
             m.at[N_COMING] += 1
     if on_cpu:
         catch_up(m, r, p)
-        m.seen[mach.SEEN_CPU, on_cpu, cpu_tokens] = True
-        start_job(m, r, CPU, r.cpu_ns[on_cpu, cpu_tokens], on_cpu)
+        mach.start_cpu(m, r, on_cpu, cpu_tokens)
     if p.scalars[N_QUEUED] and p.scalars[N_IN_FLIGHT] < copies.WINDOW:
         _pump(m, r, p)
         spend(m, PLAN, b.queueing_ns)
     if hits:
-        _experts(m, r, b, p, hits, hit_tokens)
+        experts_gpu(m, r, b, p, hits, hit_tokens)
     if hits + on_cpu < len(experts):
-        _copied(m, r, b, p, layer, experts, counts, window, action)
+        copied(m, r, b, p, layer, experts, counts, window, action)
     if on_cpu:
         settle(m, r, p)
         if m.job[CPU, mach.ACTIVE]:
-            _wait(m, r, p, ON_CPU)
+            wait(m, r, p, ON_CPU)
             waited(m, WAIT_CPU)
     return on_cpu > 0
 
@@ -442,18 +446,18 @@ def prefill(
     """A prompt's experts, tokens [P, L, k], in chunks; the last one fills the cache."""
     for start in range(0, len(tokens), chunk_tokens):
         chunk = tokens[start : start + chunk_tokens]
-        _block(m, r, EMBED, b.embed[1])
+        block(m, r, EMBED, b.embed[1])
         for layer in range(tokens.shape[1]):
             m.counts[:] = 0
             for token in range(len(chunk)):
                 for rank in range(chunk.shape[2]):
                     m.counts[chunk[token, layer, rank]] += 1
             m.seen_tokens[0, len(chunk)] = True
-            _block(m, r, PREFILL_LAYER, b.prefill_layer[len(chunk)])
-            _sync(m, r, p)
+            block(m, r, PREFILL_LAYER, b.prefill_layer[len(chunk)])
+            sync(m, r, p)
             _prefill_layer(m, r, b, p, rules, layer, start + chunk_tokens >= len(tokens))
-        _block(m, r, HEAD, b.head[1])
-        _sync(m, r, p)
+        block(m, r, HEAD, b.head[1])
+        sync(m, r, p)
 
 
 @uncounted
@@ -490,4 +494,4 @@ def _prefill_layer(m: Machine, r: Rates, b: Blocks, p: PolicyState, rules: Rules
 @uncounted
 def _prefill_expert(m: Machine, r: Rates, b: Blocks, tokens: int) -> None:
     m.seen_tokens[1, tokens] = True
-    _block(m, r, PREFILL_EXPERT, b.prefill_expert[tokens])
+    block(m, r, PREFILL_EXPERT, b.prefill_expert[tokens])

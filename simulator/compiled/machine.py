@@ -64,8 +64,9 @@ KINDS = (
     N_COMING,
     ASYNCHRONOUS,
     FAILED,
+    RESTED_SINCE,  # when the CPU's workers had nothing more to do
     N_AT,
-) = range(31)
+) = range(32)
 
 RUNNING, DUE_SOON, ON_ISSUE, ON_LANDING, ON_CPU, ON_GPU, ON_DRAINED = range(7)
 """HOST_WAIT: the host runs, its wake-up is scheduled, or what must happen before it is."""
@@ -93,6 +94,12 @@ class Rates(NamedTuple):
     copy_ns: int
     copy_rate: int  # of SCALE, beside CPU experts
     wake_ns: int
+    latency_ns: int  # this and the next five as in `graph_costs.DeviceTimes`
+    copy_start_ns: int
+    gpu_rate: int
+    asleep_ns: int
+    rest_ns: int
+    host_wake_ns: int
     cpu_ns: NDArray[np.int64]  # [K + 1, T + 1] by tokens; 0: of a single token's step
     cpu_rate: NDArray[np.int64]  # [K + 1] beside a copy
     both_rate: NDArray[np.int64]  # [K + 1, K + 1] resident experts beside CPU experts
@@ -208,6 +215,16 @@ def start_job(m: Machine, r: Rates, which: int, work_ns: int, experts: int) -> N
         _arm(m, which)
 
 
+@uncounted
+def start_cpu(m: Machine, r: Rates, experts: int, tokens: int) -> None:
+    """Hand experts to the CPU, whose workers may be asleep; `tokens` 0: of a single token's step."""
+    m.seen[SEEN_CPU, experts, tokens] = True
+    work_ns = r.cpu_ns[experts, tokens]
+    if m.at[NOW] - m.at[RESTED_SINCE] > r.rest_ns:
+        work_ns += r.asleep_ns
+    start_job(m, r, CPU, work_ns, experts)
+
+
 # The host's clock.
 
 
@@ -253,21 +270,24 @@ def watch(m: Machine) -> None:
 
 
 @uncounted
-def pump(m: Machine, r: Rates, p: PolicyState) -> None:
-    """Issue what the window admits."""
+def pump(m: Machine, r: Rates, p: PolicyState) -> int:
+    """Issue what the window admits; how many copies that were."""
+    issued = 0
     while p.scalars[N_QUEUED] and p.scalars[N_IN_FLIGHT] < copies.WINDOW:
         key = copies.next_copy(p, m.at[PHASE])
         m.issued[m.at[N_ISSUED]] = key
         m.at[N_ISSUED] += 1
         if m.at[N_LOG] == len(m.log):
             m.at[FAILED] = 1
-            return
+            return issued
         m.log[m.at[N_LOG]] = key
         m.at[N_LOG] += 1
         if m.at[N_ISSUED] == 1:
-            start_job(m, r, LINK, r.copy_ns, 0)
+            start_job(m, r, LINK, r.copy_ns + r.copy_start_ns, 0)
         if m.at[HOST_WAIT] == ON_ISSUE:
             wake_host(m, 0)
+        issued += 1
+    return issued
 
 
 @uncounted
@@ -304,7 +324,7 @@ def _stream_event(m: Machine, state: int, delay_ns: int) -> None:
 @uncounted
 def _start_ns(m: Machine, r: Rates, entry: int) -> int:
     """When the stream can begin the launch at `entry`, whose copy (if any) has landed."""
-    ready, key = max(m.at[FREE_AT], m.launch[entry, L_BEGUN]), m.launch[entry, L_KEY]
+    ready, key = max(m.at[FREE_AT], m.launch[entry, L_BEGUN] + r.latency_ns), m.launch[entry, L_KEY]
     landed = m.landed_at[key] if key >= 0 and has_landed(m, key) else 0
     if landed <= ready:
         return int(ready)
@@ -315,6 +335,12 @@ def _start_ns(m: Machine, r: Rates, entry: int) -> int:
     m.blocked[m.at[N_BLOCKED], 1] = landed + r.wake_ns
     m.at[N_BLOCKED] += 1
     return int(landed + r.wake_ns)
+
+
+@uncounted
+def _work_ns(m: Machine, r: Rates, gpu_ns: int) -> int:
+    """What a launch takes from now on: longer while copies run."""
+    return int(gpu_ns * SCALE // r.gpu_rate if m.at[N_ISSUED] else gpu_ns)
 
 
 @uncounted
@@ -333,7 +359,7 @@ def launch(m: Machine, r: Rates, kind: int, host_ns: int, gpu_ns: int, experts: 
     m.launch[entry, L_KEY] = key
     plain = (key < 0 or has_landed(m, key)) and not (experts and m.job[CPU, ACTIVE])
     if plain and m.at[N_LAUNCHED] == 0:
-        m.at[FREE_AT] = max(_start_ns(m, r, entry) + gpu_ns, m.at[HOST])
+        m.at[FREE_AT] = max(_start_ns(m, r, entry) + _work_ns(m, r, gpu_ns), m.at[HOST])
         return
     m.at[N_LAUNCHED] += 1
     if m.at[WORK] == W_NONE:
@@ -365,7 +391,7 @@ def _stream(m: Machine, r: Rates) -> None:
                 at[STREAM] = S_SHARING
                 start_job(m, r, GPU, work_ns, experts)
                 return
-            end = at[NOW] if state == S_SHARED else at[STREAM_START] + work_ns
+            end = at[NOW] if state == S_SHARED else at[STREAM_START] + _work_ns(m, r, work_ns)
             at[FREE_AT] = max(end, m.launch[entry, L_ENDED])
             at[STREAM] = S_IDLE
             at[FIRST] = (entry + 1) % len(m.launch)
@@ -432,6 +458,7 @@ def _happen(m: Machine, r: Rates, p: PolicyState, what: int) -> None:
         if what == LINK:
             _arrived(m, r, p)
         elif what == CPU:
+            at[RESTED_SINCE] = at[NOW]
             if at[HOST_WAIT] == ON_CPU:
                 wake_host(m, 0)
         elif at[ASYNCHRONOUS]:

@@ -15,11 +15,13 @@ from foreload.errors import InternalError, MismatchError
 from foreload.profiler.schema import HardwareProfile
 from foreload.settings import Settings
 from foreload.shape import ModelShape
-from foreload.simulator.compiled import host
+from foreload.simulator.compiled import graphs, host
 from foreload.simulator.compiled.host import Steps
-from foreload.simulator.compiled.machine import FAILED, HOST, KINDS, PHASE, ROW, Machine, new_machine
+from foreload.simulator.compiled.machine import FAILED, HOST, KINDS, PHASE, RESTED_SINCE, ROW, Machine, new_machine
 from foreload.simulator.compiled.tables import blocks, pairs, rates, used
+from foreload.simulator.compiled.tables import graphs as graph_tables
 from foreload.simulator.costs import CostModel, as_costs, split_costs
+from foreload.simulator.graph_costs import GraphCosts
 from foreload.simulator.result import SimResult, owned, shared_ns, token_parts
 from foreload.simulator.workload import Request, load_requests
 from foreload.traces.schema import Trace
@@ -96,6 +98,9 @@ class _Run:
             longest_us=self.blocks.cold.shape[1] - 1,
             asynchronous=costs.asynchronous,
         )
+        self.machine.at[RESTED_SINCE] = -self.rates.rest_ns - 1
+        self.graphs = graph_tables(costs, settings, fed) if costs.graphs else None
+        self.all_slots = sum(capacity) == shape.n_moe_layers * shape.experts
         self.token_ns: list[int] = []
         self.ttft_ns: list[int] = []
         self.warm_ns = 0
@@ -129,14 +134,21 @@ class _Run:
         m.at[PHASE] = m.at[ROW] = DECODE
         self.ttft_ns.append(self._checked() - begun)
         depth, step_ns = self.settings.prefetch_depth, np.zeros(len(request.fed), np.int64)
-        host.decode(
-            m, self.rates, self.blocks, brain.state, brain.rules, self.split, self._steps(request), depth, step_ns
-        )
+        steps = self._steps(request)
+        if self.graphs is None:
+            host.decode(m, self.rates, self.blocks, brain.state, brain.rules, self.split, steps, depth, step_ns)
+        else:
+            shared = (m, self.rates, self.blocks, self.graphs)
+            graphs.decode(*shared, brain.state, brain.rules, self.split, steps, depth, step_ns)
         self._checked()
         self.token_ns += shared_ns(step_ns.tolist(), request.emitted)
 
     def _steps(self, request: Request) -> Steps:
-        places = zip(request.context, request.fed, strict=True)
+        places = list(zip(request.context, request.fed, strict=True))
+        whole = [0] * len(places)
+        if self.costs.graphs and self.all_slots:
+            found = GraphCosts(self.costs, self.settings)
+            whole = [found.whole_ns(context, fed) for context, fed in places]
         return Steps(
             demand=request.demand,
             counts=request.counts,
@@ -144,6 +156,7 @@ class _Run:
             fed=np.array(request.fed, np.int64),
             emitted=np.array(request.emitted, np.int64),
             attention=pairs(self.costs.block("attention", context, fed) for context, fed in places),
+            whole=np.array(whole, np.int64),
         )
 
     def result(self) -> SimResult:
@@ -165,5 +178,5 @@ class _Run:
             prefill_time_ns=times[PREFILL],
             counters=self.brain.counters.copy(),
             expert_bytes=self.costs.expert_bytes,
-            sources=used(self.costs, self.settings, self.machine, self.requests, self.sampled),
+            sources=used(self.costs, self.settings, self.machine, self.requests, self.sampled, self.all_slots),
         )

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import astuple
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
 
 from foreload.settings import Settings
+from foreload.simulator.compiled.graphs import Graphs
 from foreload.simulator.compiled.host import Blocks
 from foreload.simulator.compiled.machine import SEEN_BOTH, SEEN_CPU, SEEN_CPU_RATE, SEEN_GPU, Machine, Rates
 from foreload.simulator.costs import SCALE, Cost, CostModel, split_costs
+from foreload.simulator.graph_costs import DeviceTimes, GraphCosts
 from foreload.simulator.workload import Request
 
 _NOTHING = Cost(0, 0, "measured")
@@ -39,7 +43,8 @@ def rates(costs: CostModel, settings: Settings, most: int, tokens: int) -> Rates
             cpu_ns[n] = [costs.experts_cpu_ns(n, threads, t) for t in range(tokens + 1)]
             cpu_rate[n] = costs.cpu_rate(n, threads)
             both_rate[1:, n] = [costs.both_rate(gpu, n, threads) for gpu in range(1, most + 1)]
-    return Rates(costs.copy_ns, copy_rate, costs.cost("wait").host_ns, cpu_ns, cpu_rate, both_rate)
+    times = astuple(DeviceTimes.of(costs, settings))
+    return Rates(*(costs.copy_ns, copy_rate, costs.cost("wait").host_ns, *times, cpu_ns, cpu_rate, both_rate))
 
 
 def blocks(costs: CostModel, settings: Settings, most: int, tokens: int, fed: int, sampled: bool) -> Blocks:
@@ -55,36 +60,67 @@ def blocks(costs: CostModel, settings: Settings, most: int, tokens: int, fed: in
     longest = max(m.at.get("wait_us", 0) for m in costs.profile.points("after_wait"))
     cold = [[costs.cold_ns(us * 1000, n) for us in range(longest + 1)] for n in (0, threads)]
     groups = [_counted(lambda n, t=t: costs.experts_gpu(n, t), most) for t in range(tokens + 1)]  # type: ignore[misc]
-    speculated = costs.cost("speculated") if executes.any() else _NOTHING
-    windowed = {probe: _counted(lambda n, p=probe: costs.block(p, 0, n), fed) for probe in _WINDOWED}  # type: ignore[misc]
+    late = pairs(costs.experts_gpu(1, t) for t in range(tokens + 1))
+    if costs.graphs:
+        late[:, 0] = costs.cost("late").host_ns
+    speculated = costs.cost("speculated") if executes.any() and not costs.graphs else _NOTHING
+    windowed = {probe: _counted(lambda n, p=probe: _over(costs, p, n), fed) for probe in _WINDOWED}  # type: ignore[misc]
     return Blocks(
         **windowed,
-        speculated=_counted(lambda n: costs.beyond(speculated, "route", n) if executes.any() else _NOTHING, fed),
+        speculated=_counted(
+            lambda n: costs.beyond(speculated, "route", n) if speculated is not _NOTHING else _NOTHING, fed
+        ),
         predict=np.stack([ahead(max(1, n)) for n in range(fed + 1)]),
         draft=_counted(lambda n: costs.cost(f"draft_{draft}", n) if draft != "none" else _NOTHING, fed),
         sample=_counted(lambda n: costs.cost("sample", n) if draft != "none" and sampled else _NOTHING, fed),
         experts=np.stack(groups, axis=1),
+        late=late,
         prefill_layer=_counted(lambda n: costs.cost("prefill_layer", n), chunk),
         prefill_expert=_counted(lambda n: costs.cost("prefill_expert", n), chunk),
         cold=np.array(cold, np.int64),
         executes=executes,
-        queueing_ns=costs.queueing_ns,
+        queueing_ns=0 if costs.graphs else costs.queueing_ns,
         interrupt_ns=costs.interrupt_ns,
         drafting=draft != "none",
+        shares=not costs.graphs,
     )
 
 
+def _over(costs: CostModel, probe: str, tokens: int) -> Cost:
+    """A block over several tokens; graphs have no routing of their own."""
+    return _NOTHING if costs.graphs and probe == "route" else costs.block(probe, 0, tokens)
+
+
+def graphs(costs: CostModel, settings: Settings, fed: int) -> Graphs:
+    """What graphs add, for steps of up to `fed` tokens."""
+    found, depths = GraphCosts(costs, settings), range(settings.prefetch_depth + 1)
+    extra = np.zeros((2, fed + 1, len(depths)), np.int64)
+    plan = np.zeros((fed + 1, len(depths)), np.int64)
+    for n, depth in product(range(1, fed + 1), depths):
+        plan[n, depth] = found.plan_ns(n, depth)
+        extra[:, n, depth] = [found.extra_ns(n, depth, executes) for executes in (False, True)]
+    host = found.host
+    return Graphs(extra, plan, host.queue_ns, host.issue_ns, host.submit_ns, host.upload_ns)
+
+
 def used(
-    costs: CostModel, settings: Settings, m: Machine, requests: Sequence[Request], sampled: bool
+    costs: CostModel,
+    settings: Settings,
+    m: Machine,
+    requests: Sequence[Request],
+    sampled: bool,
+    all_slots: bool,
 ) -> dict[str, str]:
-    """Probe -> the worst provenance among the points a run relied on."""
+    """Probe -> the worst provenance among the points a run relied on; `all_slots`: every expert may be resident."""
     asked, threads = costs.fresh(), settings.cpu_threads
     asked.cost("wait")
+    DeviceTimes.of(asked, settings)
     _ = asked.copy_ns, asked.interrupt_ns
     if settings.needs_costs is not None:
         split_costs(asked, costs.shape, settings)
+    found = GraphCosts(asked, settings) if asked.graphs else None
     for request in requests:
-        _of_steps(asked, settings, request, sampled)
+        _of_steps(asked, settings, request, sampled, found, all_slots)
     for after_cpu, us in np.argwhere(m.seen_us).tolist():
         asked.cold_ns(us * 1000, threads if after_cpu else 0)
     for row, tokens in np.argwhere(m.seen_tokens).tolist():
@@ -104,19 +140,35 @@ def used(
     return dict(sorted({**asked.used, **routing}.items()))
 
 
-def _of_steps(asked: CostModel, settings: Settings, request: Request, sampled: bool) -> None:
+def _of_steps(
+    asked: CostModel,
+    settings: Settings,
+    request: Request,
+    sampled: bool,
+    graphs: GraphCosts | None,
+    all_slots: bool,
+) -> None:
     """Look up what the blocks of a request's steps cost."""
-    shape, drafting = asked.shape, settings.draft.kind != "none"
+    drafting = settings.draft.kind != "none"
     for context, fed in set(zip(request.context, request.fed, strict=True)):
-        asked.block("attention", context, fed)
+        if graphs is not None:
+            graphs.look_up(context, fed, all_slots)
+        else:
+            asked.block("attention", context, fed)
     for fed in set(request.fed):
-        for probe in _WINDOWED:
-            asked.block(probe, 0, fed)
-        for depth in range(1, min(settings.prefetch_depth, shape.n_moe_layers - 1) + 1):
-            asked.beyond(asked.predict(settings, depth), "predict", fed)
-        if settings.speculated(shape):
-            asked.beyond(asked.cost("speculated"), "route", fed)
+        if graphs is None:
+            _of_blocks(asked, settings, fed)
         if drafting:
             asked.cost(f"draft_{settings.draft.kind}", max(1, fed - 1))
     for emitted in set(request.emitted) if drafting and sampled else ():
         asked.cost("sample", emitted)
+
+
+def _of_blocks(asked: CostModel, settings: Settings, fed: int) -> None:
+    """Blocks of a step over `fed` tokens, wherever it is."""
+    for probe in _WINDOWED:
+        asked.block(probe, 0, fed)
+    for depth in range(1, min(settings.prefetch_depth, asked.shape.n_moe_layers - 1) + 1):
+        asked.beyond(asked.predict(settings, depth), "predict", fed)
+    if settings.speculated(asked.shape):
+        asked.beyond(asked.cost("speculated"), "route", fed)

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "backend"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "backend" / "cuda"))
 
 from tiny_models import save_calibration, save_tiny
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-import re
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from probe_contract import contract
 from tiny_models import save_tiny, vram_for
 
 from foreload.backend.engine import Engine, EngineOptions
 from foreload.backend.models.checkpoint import Checkpoint
 from foreload.backend.predict import PREDICTORS
 from foreload.errors import BudgetError, UsageError
-from foreload.profiler import run, schema
+from foreload.profiler import run
 from foreload.profiler.probes import thread_counts
 from foreload.profiler.run import bench_settings, profile
 from foreload.profiler.schema import HardwareProfile, Measurement
@@ -27,20 +27,6 @@ from foreload.simulator.costs import CostModel
 RATE = 10**8
 pytestmark = pytest.mark.filterwarnings("ignore:profile. a fixed block varied")
 MAY_BE_ZERO = ("wait", "interrupt")
-
-
-def contract() -> dict[str, set[str]]:
-    """Probe -> coordinates, as the table in `profiler.schema` has them."""
-    assert schema.__doc__ is not None
-    rows = re.findall(r"^    (\w+) +(.*)$", schema.__doc__, flags=re.MULTILINE)
-    known = {"bytes", "pinned", "context", "depth", "copies", "wait_us", "threads", "experts", "gpu", "cpu", "tokens"}
-    known.add("format")
-    found = {}
-    for probe, rest in rows:
-        first = re.split(r"\s{2,}|(?<=threads) ", rest)[0]
-        words = first.split(", ")
-        found[probe] = set(words) if set(words) <= known else set()
-    return found
 
 
 def at(profile: HardwareProfile, probe: str, **fixed: int) -> Measurement:

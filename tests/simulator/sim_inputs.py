@@ -96,6 +96,56 @@ def make_profile(
     return HardwareProfile(meta=meta, measurements=tuple(points))
 
 
+def make_graph_profile(shape: ModelShape, copy_us: float = 100.0, slow_us: float = 1.0) -> HardwareProfile:
+    """Of an engine that launches graphs: entering a layer takes 50 us, an expert 5, a launch is told of 4 us later.
+
+    `slow_us` scales what the host takes.
+    """
+    base = make_profile(shape, "cuda", copy_us)
+    points = [m for m in base.measurements if m.probe not in GRAPH_OTHERS]
+
+    def add(probe: str, host: float = 0.0, device: float = 0.0, **at: int) -> None:
+        host *= 1.0 if probe in ("launch", "wait", "copy_start", "cpu_asleep") else slow_us
+        points.append(Measurement(probe=probe, at=at, p50_us=host, p95_us=host, gpu_us=device, repeats=1))
+
+    for context, us in ((1, 50), (101, 60), (201, 90)):
+        add("attention", 3, us, context=context)
+        add("whole", 0, shape.n_moe_layers * (us + 5 * shape.top_k) + 20, context=context)
+    for probe, host, device in (
+        ("launch", 4, 0), ("embed", 12, 0), ("finish", 9, 0), ("head", 2, 40), ("queue", 7, 0), ("issue", 1.5, 0),
+        ("late", 3.5, 0), ("wait", 2.5, 0), ("copy_start", 6, 0), ("submit", 5, 0), ("upload", 6, 0),
+        ("enter_cpu", 0, 3), ("replayed", 0, 5),
+    ):  # fmt: skip
+        add(probe, host, device)
+    add("plan", 10, copies=0)
+    add("speculated", 0, 48, context=1)
+    for beside in (0, 1):
+        add("gpu_beside_copy", 0, 60 + 6 * beside, copies=beside)
+    for depth in (1, 2):
+        add("predict", 4 * depth, 3 * depth, depth=depth)
+    for n in range(1, shape.top_k + 1):
+        add("experts_gpu", 3, 5 * n, experts=n)
+    for threads in THREADS:
+        add("cpu_asleep", 15, threads=threads, idle_us=100)
+    for tokens in (1, 2, 8):
+        for block in ("embed", "plan", "finish"):
+            add(f"window_{block}", 50 + 2 * tokens, tokens=tokens)
+        for block in ("attention", "predict", "head", "whole"):
+            add(f"window_{block}", 0, 50 + 4 * tokens, tokens=tokens)
+    for experts, tokens in ((1, 2), (1, 8), (shape.top_k, 2 * shape.top_k), (2 * shape.top_k, 2 * shape.top_k)):
+        add("window_experts_gpu", 3, 4 * experts + tokens, experts=experts, tokens=tokens)
+    meta = base.meta.model_copy(update={"path": "graphs"})
+    return HardwareProfile(meta=meta, measurements=tuple(points))
+
+
+GRAPH_OTHERS = {
+    "attention", "embed", "finish", "head", "plan", "predict", "experts_gpu", "route", "both", "wait",
+    "window_experts_gpu",
+    *(f"window_{block}" for block in ("embed", "attention", "route", "predict", "plan", "finish", "head")),
+}  # fmt: skip
+"""Probes that another path measures otherwise, or not at all."""
+
+
 def _add_windows(add: Callable[..., None], top_k: int, gpu_us: float) -> None:
     """Blocks take 2 us more per further token; an expert takes 15 us and 5 us per token, on the CPU 40 and 20."""
     for tokens in (1, 2, 8):

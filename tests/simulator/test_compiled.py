@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
-from sim_inputs import make_profile, make_shape, make_trace, make_windows
+from sim_inputs import make_graph_profile, make_profile, make_shape, make_trace, make_windows
 
 from foreload.errors import MismatchError, SettingsError
 from foreload.profiler.schema import HardwareProfile, Measurement
 from foreload.settings import Settings
 from foreload.simulator import compiled, engine_model
+from foreload.simulator.costs import CostModel
 
 SHAPE, GAMMA = make_shape(layers=3, experts=6, top_k=2), 3
 MACHINES = [("cpu", 100, 0), ("cpu", 13.7, 0), ("cuda", 100, 11.3), ("cuda", 9.1, 40), ("cuda", 45, 1)]
@@ -20,6 +21,7 @@ PROFILES = [
     HardwareProfile(meta=found.meta, measurements=(*found.measurements, SPECULATED))
     for found in (make_profile(SHAPE, device=device, copy_us=copy, gpu_us=gpu) for device, copy, gpu in MACHINES)
 ]
+PROFILES += [make_graph_profile(SHAPE, copy_us=copy, slow_us=slow) for copy, slow in ((100, 1), (9.3, 1), (45, 2.7))]
 FIELDS = {
     "pool": st.sampled_from(["layer", "shared"]),
     "eviction": st.sampled_from(["lru", "lfu", "lfru", "static", "utility", "random"]),
@@ -74,7 +76,8 @@ def test_equal_to_the_nanosecond(windows, data, capacity, machine):
     chosen = data.draw(drawn_settings(windows))
     seed, warmed = data.draw(st.integers(0, 20)), chosen.eviction == "static" or data.draw(st.booleans())
     warm = np.random.default_rng(seed).integers(0, 9, (3, 6)) if warmed else None
-    run = (trace_of(windows, seed), PROFILES[machine], SHAPE, chosen, capacity)
+    profile = CostModel(PROFILES[machine], SHAPE, replayed=data.draw(st.booleans()))
+    run = (trace_of(windows, seed), profile, SHAPE, chosen, capacity)
     assert_equal(compiled.simulate(*run, warm=warm), engine_model.simulate(*run, warm=warm))
 
 

@@ -1,0 +1,227 @@
+"""Decode steps of an engine that launches graphs, compiled (see `graph_steps`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foreload.backend.policy import copies, step
+from foreload.backend.policy.rules import Rules
+from foreload.backend.policy.split import SplitCosts
+from foreload.backend.policy.state import KEPT, N_IN_FLIGHT, N_QUEUED, PolicyState
+from foreload.compiled import drop_stale_caches, uncounted
+from foreload.simulator.compiled import host
+from foreload.simulator.compiled import machine as mach
+from foreload.simulator.compiled.host import Blocks, Steps
+from foreload.simulator.compiled.machine import (
+    ATTENTION,
+    CPU,
+    DRAFT,
+    EMBED,
+    FINISH,
+    HEAD,
+    HOST_KEY,
+    N_COMING,
+    ON_CPU,
+    ON_LANDING,
+    PLAN,
+    SAMPLE,
+    WAIT_CPU,
+    WAIT_LINK,
+    Machine,
+    Rates,
+    spend,
+    waited,
+)
+
+drop_stale_caches(Path(__file__).parent, Path(host.__file__).parent, Path(copies.__file__).parent)
+
+
+class Graphs(NamedTuple):
+    """Nanoseconds of what graphs add to `Blocks`; F, D as there."""
+
+    extra: NDArray[np.int64]  # [2, F + 1, D + 1] entering a layer beyond attention; [1]: of one executing predictions
+    plan: NDArray[np.int64]  # [F + 1, D + 1]
+    queue_ns: int
+    issue_ns: int
+    submit_ns: int
+    upload_ns: int
+
+
+@uncounted
+def decode(
+    m: Machine,
+    r: Rates,
+    b: Blocks,
+    g: Graphs,
+    p: PolicyState,
+    rules: Rules,
+    split: SplitCosts,
+    steps: Steps,
+    depth: int,
+    step_ns: NDArray[np.int64],
+) -> None:
+    """A request's decode steps; writes step_ns [S]."""
+    layers, after_cpu = steps.demand.shape[1], False
+    for at in range(len(steps.fed)):
+        begun, fed = m.at[mach.HOST], steps.fed[at]
+        if b.drafting:
+            host.block(m, r, DRAFT, b.draft[max(1, fed - 1)])
+            host.sync(m, r, p)
+        if steps.whole[at] and _all_kept(p):
+            if not _tell(p, rules, split, steps, at, m.action):
+                m.at[mach.FAILED] = 3
+                return
+            spend(m, HEAD, steps.whole[at])
+        else:
+            spend(m, EMBED, b.embed[fed, 0])
+            host.settle(m, r, p)
+            _enter(m, r, b, g, steps, at, 0, depth)
+            for layer in range(layers):
+                host.sync(m, r, p)
+                host.slowed(m, b, after_cpu)
+                after_cpu = _layer(m, r, b, g, p, rules, split, steps, at, layer, depth)
+                if m.at[mach.FAILED]:
+                    return
+            spend(m, HEAD, b.head[fed, 0])
+            host.sync(m, r, p)
+        if b.drafting and b.sample[steps.emitted[at], 0]:
+            host.block(m, r, SAMPLE, b.sample[steps.emitted[at]])
+        step.end_step(p)
+        step_ns[at] = m.at[mach.HOST] - begun
+
+
+@uncounted
+def _all_kept(p: PolicyState) -> bool:
+    for layer in range(p.status.shape[0]):
+        for expert in range(p.status.shape[1]):
+            if p.status[layer, expert] != KEPT:
+                return False
+    return True
+
+
+@uncounted
+def _tell(p: PolicyState, rules: Rules, split: SplitCosts, steps: Steps, at: int, actions: NDArray[np.int8]) -> bool:
+    """The brain hears of the demand of a step of one launch; False if it has no slot left."""
+    for layer in range(steps.demand.shape[1]):
+        distinct = host.demanded(steps, at, layer)
+        experts, counts = steps.demand[at, layer, :distinct], steps.counts[at, layer, :distinct]
+        if not step.demand(p, rules, layer, experts, counts, split, actions[0, :distinct]):
+            return False
+        step.finish(p, rules, layer, experts, actions[0, :distinct], split)
+    return True
+
+
+@uncounted
+def _enter(m: Machine, r: Rates, b: Blocks, g: Graphs, steps: Steps, at: int, layer: int, depth: int) -> None:
+    """Launch what enters a layer or, behind the last one, ends the step."""
+    layers, fed = steps.demand.shape[1], steps.fed[at]
+    host_ns = steps.attention[at, 0]
+    if layer == layers:
+        mach.launch(m, r, ATTENTION, host_ns, b.head[fed, 1], 0, -1)
+        return
+    extra = g.extra[int(b.executes[layer]), fed, min(depth, layers - 1 - layer)]
+    mach.launch(m, r, ATTENTION, host_ns, max(1, steps.attention[at, 1] + extra), 0, -1)
+
+
+@uncounted
+def _issue(m: Machine, r: Rates, g: Graphs, p: PolicyState) -> None:
+    """Issue what the window admits, on the host's time."""
+    if p.scalars[N_QUEUED] and p.scalars[N_IN_FLIGHT] < copies.WINDOW:
+        host.catch_up(m, r, p)
+        spend(m, PLAN, mach.pump(m, r, p) * g.issue_ns)
+
+
+@uncounted
+def _layer(
+    m: Machine,
+    r: Rates,
+    b: Blocks,
+    g: Graphs,
+    p: PolicyState,
+    rules: Rules,
+    split: SplitCosts,
+    steps: Steps,
+    at: int,
+    layer: int,
+    depth: int,
+) -> bool:
+    """A layer-step from its routing to its end; whether the CPU had any of its experts."""
+    fed, ahead_of = steps.fed[at], min(depth, steps.demand.shape[1] - 1 - layer)
+    plan_ns = g.plan[fed, ahead_of]
+    queue_ns = min(plan_ns, g.queue_ns)
+    spend(m, PLAN, queue_ns)
+    host.settle(m, r, p)
+    mach.watch(m)
+    distinct = host.demanded(steps, at, layer)
+    experts, counts = steps.demand[at, layer, :distinct], steps.counts[at, layer, :distinct]
+    action = m.action[0, :distinct]
+    if not step.demand(p, rules, layer, experts, counts, split, action):
+        m.at[mach.FAILED] = 3
+        return False
+    for ahead in range(ahead_of):
+        step.prefetch(p, rules, layer + 1 + ahead, steps.predicted[ahead, at, layer + 1 + ahead])
+    _issue(m, r, g, p)
+    spend(m, PLAN, plan_ns - queue_ns)
+    on_cpu = _run(m, r, b, g, p, layer, experts, counts, fed > 1, action)
+    _enter(m, r, b, g, steps, at, layer + 1, depth)
+    host.settle(m, r, p)
+    for i in range(m.at[N_COMING]):
+        if not mach.has_landed(m, m.coming[i]):
+            m.at[HOST_KEY] = m.coming[i]
+            host.wait(m, r, p, ON_LANDING)
+            waited(m, WAIT_LINK)
+    spend(m, FINISH, b.finish[fed, 0])
+    host.settle(m, r, p)
+    step.finish(p, rules, layer, experts, action, split)
+    _issue(m, r, g, p)
+    return on_cpu
+
+
+@uncounted
+def _run(
+    m: Machine,
+    r: Rates,
+    b: Blocks,
+    g: Graphs,
+    p: PolicyState,
+    layer: int,
+    experts: NDArray[np.int32],
+    counts: NDArray[np.int32],
+    window: bool,
+    action: NDArray[np.int8],
+) -> bool:
+    """Launch a layer-step's experts; whether the CPU had any, whose results are then there."""
+    on_cpu, hits, cpu_tokens, hit_tokens = 0, 0, 0, 0
+    m.at[N_COMING] = 0
+    for i in range(len(experts)):
+        tokens = counts[i] if window else 0
+        if action[i] == step.ACT_CPU:
+            on_cpu += 1
+            cpu_tokens += tokens
+        elif action[i] == step.ACT_HIT:
+            hits += 1
+            hit_tokens += tokens
+        else:
+            m.coming[m.at[N_COMING]] = layer * p.status.shape[1] + experts[i]
+            m.at[N_COMING] += 1
+    if on_cpu:
+        host.catch_up(m, r, p)
+        mach.start_cpu(m, r, on_cpu, cpu_tokens)
+        spend(m, PLAN, g.submit_ns)
+    if hits:
+        host.settle(m, r, p)
+        host.experts_gpu(m, r, b, p, hits, hit_tokens)
+    if m.at[N_COMING]:
+        host.copied(m, r, b, p, layer, experts, counts, window, action)
+    host.settle(m, r, p)
+    if on_cpu:
+        if m.job[CPU, mach.ACTIVE]:
+            host.wait(m, r, p, ON_CPU)
+            waited(m, WAIT_CPU)
+        spend(m, FINISH, g.upload_ns)
+        host.settle(m, r, p)
+    return on_cpu > 0

@@ -1,0 +1,112 @@
+"""What decode steps cost where they are graphs: the blocks of `CostModel` put together for one setting.
+
+The device begins what is launched `launch` later at the earliest. Entering a layer is one block of the device; how
+much of it there is depends on what the settings make graphs do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from foreload.settings import Settings
+from foreload.simulator.costs import SCALE, Cost, CostModel, worst
+
+
+@dataclass(frozen=True)
+class HostCosts:
+    """Nanoseconds of the decoding thread that do not go by the step."""
+
+    queue_ns: int  # from being told to issuing the first copy
+    issue_ns: int  # each copy issued
+    late_ns: int  # launching an expert behind its copy
+    submit_ns: int  # handing experts to the CPU, and
+    upload_ns: int  # their outputs to the device
+
+
+class GraphCosts:
+    """Blocks of one setting. Raises FileError if the profile lacks a probe they need."""
+
+    def __init__(self, costs: CostModel, settings: Settings) -> None:
+        self._costs, self._settings = costs, settings
+        self.on_cpu = settings.miss_action != "fetch"
+        cpu = [costs.cost(probe).host_ns if self.on_cpu else 0 for probe in ("submit", "upload")]
+        self.host = HostCosts(*(costs.cost(probe).host_ns for probe in ("queue", "issue", "late")), *cpu)
+        self._more = costs.cost("enter_cpu").gpu_ns if self.on_cpu else 0
+        self._more += costs.cost("replayed").gpu_ns if costs.replayed else 0
+        self._executes = costs.speculating_ns if settings.speculated(costs.shape) else 0
+
+    def look_up(self, context: int, tokens: int, all_slots: bool) -> None:
+        """Look up what a step may need, so that what is said of sources does not go by what happened in it."""
+        for depth in range(min(self._settings.prefetch_depth, self._costs.shape.n_moe_layers - 1) + 1):
+            self.plan_ns(tokens, depth)
+        for block in ("embed", "head", "finish"):
+            self._costs.block(block, tokens=tokens)
+        self._costs.block("attention", context, tokens)
+        _ = self._costs.interrupt_ns
+        if all_slots:
+            self.whole_ns(context, tokens)
+
+    def extra_ns(self, tokens: int, depth: int, executes: bool) -> int:
+        """What entering a layer takes the device beyond `attention`, looking `depth` layers ahead; may be below 0."""
+        return self._predict(tokens, depth).gpu_ns + self._more + (self._executes if executes else 0)
+
+    def enter(self, context: int, tokens: int, depth: int, executes: bool) -> Cost:
+        """Entering a layer in a step whose last token is at `context`."""
+        base = self._costs.block("attention", context, tokens)
+        return Cost(base.host_ns, max(1, base.gpu_ns + self.extra_ns(tokens, depth, executes)), base.source)
+
+    def plan_ns(self, tokens: int, depth: int) -> int:
+        """From being told to launching, copies apart."""
+        return self._costs.block("plan", tokens=tokens).host_ns + self._predict(tokens, depth).host_ns
+
+    def head(self, tokens: int) -> Cost:
+        """The end of a step; the host's part follows its last layer."""
+        return self._costs.block("head", tokens=tokens)
+
+    def late(self, tokens: int) -> Cost:
+        """An expert behind its copy; `tokens` as for `CostModel.experts_gpu`."""
+        one = self._costs.experts_gpu(1, tokens)
+        return Cost(self.host.late_ns, one.gpu_ns, one.source)
+
+    def whole_ns(self, context: int, tokens: int) -> int:
+        """A step of one launch."""
+        return self._costs.block("whole", context, tokens).gpu_ns + self._replayed_ns
+
+    @cached_property
+    def _replayed_ns(self) -> int:
+        layers = self._costs.shape.n_moe_layers
+        return layers * self._costs.cost("replayed").gpu_ns if self._costs.replayed else 0
+
+    def _predict(self, tokens: int, depth: int) -> Cost:
+        if not depth:
+            return Cost(0, 0, "measured")
+        found = self._costs.predict(self._settings, depth)
+        planned = self._costs.cost("predict", depth)  # the host does not tell predictors apart
+        both = Cost(planned.host_ns, found.gpu_ns, worst(planned.source, found.source))
+        return self._costs.beyond(both, "predict", tokens)
+
+
+@dataclass(frozen=True)
+class DeviceTimes:
+    """How a device that is launched upon follows its host and the link."""
+
+    latency_ns: int = 0  # from a launch to its start
+    copy_start_ns: int = 0  # what a copy takes longer if none is before it
+    gpu_rate: int = SCALE  # of SCALE, while copies run
+    asleep_ns: int = 0  # what CPU experts take longer
+    rest_ns: int = 0  # after so long a rest
+    host_wake_ns: int = 0  # from an issue to the host going on
+
+    @classmethod
+    def of(cls, costs: CostModel, settings: Settings) -> DeviceTimes:
+        """Nothing of it without graphs, where the profile's blocks include it."""
+        if not costs.graphs:
+            return cls(host_wake_ns=costs.cost("wait").host_ns)
+        alone, beside = (costs.cost("gpu_beside_copy", copies=n).gpu_ns for n in (0, 1))
+        rate = SCALE if beside <= alone else max(1, SCALE * alone // beside)
+        asleep, rest = 0, 0
+        if settings.miss_action != "fetch" and costs.measured("cpu_asleep"):
+            asleep = costs.cost("cpu_asleep", 0, settings.cpu_threads).host_ns
+            rest = 1000 * costs.profile.points("cpu_asleep", threads=settings.cpu_threads)[0].at["idle_us"]
+        return cls(costs.cost("launch").host_ns, costs.cost("copy_start").host_ns, rate, asleep, rest)
