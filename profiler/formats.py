@@ -57,18 +57,20 @@ class ScratchExperts:
         return self.codec.views(self.blocks[expert])
 
 
-def by_format(bench: Bench, rounds: int, threads: tuple[int, ...]) -> Iterator[Measurement]:
-    """`gpu_format` and `cpu_format` for the engine's own format and all that can be chosen."""
+def by_format(
+    bench: Bench, rounds: int, threads: tuple[int, ...], seconds: float = float("inf")
+) -> Iterator[Measurement]:
+    """`gpu_format` and `cpu_format` for the engine's own format and all that can be chosen; `seconds` for a point."""
     own = bench.engine.formats[0]
     for format in FORMATS:
         if format != "fp32" or format == own:
             scratch = ScratchExperts(bench.shape, bench.decoder.embedding.dtype, format)
-            yield from _on_device(bench, scratch, rounds)
+            yield from _on_device(bench, scratch, rounds, seconds)
             for count in threads:
-                yield from _on_cpu(bench, scratch, rounds, count)
+                yield from _on_cpu(bench, scratch, rounds, count, seconds)
 
 
-def _on_device(bench: Bench, scratch: ScratchExperts, rounds: int) -> Iterator[Measurement]:
+def _on_device(bench: Bench, scratch: ScratchExperts, rounds: int, seconds: float) -> Iterator[Measurement]:
     device, k = bench.engine.device, bench.shape.top_k
     pool = SlotPool([scratch.codec], scratch.codec.layout.bytes, device)
     pool.grow(min(scratch.shape.experts, 4 * k))
@@ -85,12 +87,12 @@ def _on_device(bench: Bench, scratch: ScratchExperts, rounds: int) -> Iterator[M
         return run
 
     for count in range(1, k + 1):
-        samples = host_samples(block(count), rounds, device)
+        samples = host_samples(block(count), rounds, device, seconds)
         gpu_us = gpu_microseconds(block(count), rounds, device)
         yield summarise("gpu_format", samples, gpu_us, experts=count, format=FORMATS.index(scratch.codec.layout.format))
 
 
-def _on_cpu(bench: Bench, scratch: ScratchExperts, rounds: int, threads: int) -> Iterator[Measurement]:
+def _on_cpu(bench: Bench, scratch: ScratchExperts, rounds: int, threads: int, seconds: float) -> Iterator[Measurement]:
     cpu = make_cpu_experts(scratch, threads)
     x, zero = bench.hidden().cpu(), np.zeros(1, np.int64)
     try:
@@ -102,7 +104,7 @@ def _on_cpu(bench: Bench, scratch: ScratchExperts, rounds: int, threads: int) ->
                 cpu.join()
                 return out
 
-            samples = host_samples(run, rounds, x.device)
+            samples = host_samples(run, rounds, x.device, seconds)
             number = FORMATS.index(scratch.codec.layout.format)
             yield summarise("cpu_format", samples, experts=count, threads=threads, format=number)
     finally:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
+from foreload.backend.made_up import recording
 from foreload.backend.predict import CALIBRATED, PREDICTORS
 from foreload.backend.replay import Replay
 from foreload.profiler.graph_bench import CONTEXT, Asked, GraphBench, LayerTimes, StepTimes
-from foreload.profiler.made_up import recording
 from foreload.profiler.probes import Effort
 from foreload.profiler.schema import Measurement
 from foreload.profiler.stats import in_time, summarise, summarise_device

@@ -88,20 +88,23 @@ def _predicting(bench: GraphBench, effort: Effort) -> Iterator[Measurement]:
         yield summarise_device("window_predict", [0.0], [max(0.0, us - base[rows]) for us in each], tokens=rows)
 
 
+APART = 6
+"""One layer of so many has experts on the CPU, since a window's many take long on few threads."""
+
+
 def cpu_windows(bench: GraphBench, effort: Effort) -> Iterator[Measurement]:
     """Groups of CPU experts that see several tokens."""
     layers = bench.shape.n_moe_layers
     for threads in thread_counts():
         stage = bench.stage("cpu", threads)
         groups: dict[tuple[int, int], list[float]] = {}
-        every = [asked for rows in TOKENS[1:] for asked in _groups(bench, stage.absent, rows)]
-        # Steps over the same number of tokens whose layers take turns.
         for rows in TOKENS[1:]:
-            same = [asked for asked in every if len(asked) == rows]
+            kinds = list(_groups(bench, stage.absent, rows))
+            idle = next(_groups(bench, stage.resident, rows))
             for turn in in_time(effort.rounds, effort.seconds):
-                step = bench.step([Asked(same[(turn + layer) % len(same)]) for layer in range(layers)])
-                for layer, times in enumerate(step.layers if turn else []):
-                    asked = same[(turn + layer) % len(same)]
-                    groups.setdefault((len(np.unique(asked)), asked.size), []).append(computed_us(times))
+                asked = [kinds[(turn + at // APART) % len(kinds)] if at % APART == 0 else idle for at in range(layers)]
+                step = bench.step([Asked(one) for one in asked])
+                for one, times in zip(asked[::APART], step.layers[::APART], strict=True) if turn else ():
+                    groups.setdefault((len(np.unique(one)), one.size), []).append(computed_us(times))
         for (experts, tokens), samples in sorted(groups.items()):
             yield summarise("window_experts_cpu", samples, experts=experts, tokens=tokens, threads=threads)

@@ -47,6 +47,10 @@ FULL = Effort(
 )
 
 
+MOST_S = 2.0
+"""For one point of a probe whose single round may be long."""
+
+
 def thread_counts() -> tuple[int, ...]:
     """CPU expert threads worth measuring: powers of two, and all cores but the decoding thread's."""
     spare = max(1, cores() - 1)
@@ -302,7 +306,7 @@ def _cpu_expert(bench: Bench, x: Tensor, repeats: int) -> Measurement:
         cpu.join()
 
     try:
-        return summarise("cpu_expert", host_samples(one, repeats, x.device), tokens=len(x))
+        return summarise("cpu_expert", host_samples(one, repeats, x.device, MOST_S), tokens=len(x))
     finally:
         cpu.close()
 
@@ -329,5 +333,5 @@ def prefill(bench: Bench, effort: Effort) -> Iterator[Measurement]:
 
         yield _cpu_expert(bench, x.cpu(), effort.rounds)
         for probe, block in (("prefill_layer", layer), ("prefill_expert", expert)):
-            samples = host_samples(block, effort.rounds, device)
+            samples = host_samples(block, effort.rounds, device, MOST_S)
             yield summarise(probe, samples, gpu_microseconds(block, effort.rounds, device), tokens=tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -30,10 +31,14 @@ GRAPHS = "graphs"
 
 
 def profile(
-    engine: Engine, mode: Mode = "quick", progress: Callable[[str, int, int], None] | None = None
+    engine: Engine,
+    mode: Mode = "quick",
+    progress: Callable[[str, int, int], None] | None = None,
+    until: float | None = None,
 ) -> HardwareProfile:
     """Measure every block of `engine` on this machine; `progress(name, done, total)` per group of probes.
 
+    Groups that would begin after `until` (`time.monotonic`) are left out, and the profile says so.
     The engine keeps its settings and loses its cache. UsageError if its device memory cannot hold the few experts the
     probes need.
     """
@@ -44,21 +49,25 @@ def profile(
         raise UsageError(f"profile: experts in one format are needed, not in {', '.join(sorted(set(engine.formats)))}")
     found: list[Measurement] = []
     noise: list[float] = []
+    left_out: list[str] = []
     bench, groups = _graphs(engine, effort) if engine.path == GRAPHS else _eager(engine, effort, found)
     try:
         with torch.inference_mode():
             for done, (name, group) in enumerate(groups):
                 if progress is not None:
                     progress(name, done, len(groups))
+                if until is not None and time.monotonic() > until:
+                    left_out.append(name)
+                    continue
                 noise.append(_fixed_probe(bench))
-                for measurement in group():
-                    found.append(measurement)
+                found.extend(group())
             noise.append(_fixed_probe(bench))
     finally:
         bench.close()
     if progress is not None:
         progress("done", len(groups), len(groups))
-    return HardwareProfile(meta=_meta(engine, mode, noise), measurements=tuple(found))
+    meta = _meta(engine, mode, noise).model_copy(update={"left_out": tuple(left_out)})
+    return HardwareProfile(meta=meta, measurements=tuple(found))
 
 
 def _eager(engine: Engine, effort: probes.Effort, found: list[Measurement]) -> tuple[Bench, Groups]:
@@ -99,7 +108,7 @@ def _graphs(engine: Engine, effort: probes.Effort) -> tuple[Bench, Groups]:
         ("verify steps", windows_of),
         ("link", lambda: probes.sizes(bench, effort)),
         ("prefill", lambda: probes.prefill(bench, effort)),
-        ("formats", lambda: by_format(bench, effort.rounds, probes.thread_counts())),
+        ("formats", lambda: by_format(bench, effort.rounds, probes.thread_counts(), effort.seconds / 4)),
     )
 
 

@@ -125,6 +125,7 @@ class ProfileMeta(BaseModel):
     draft_model: str | None = None  # as settings name it
     date: str
     software: dict[str, str]
+    left_out: tuple[str, ...] = ()  # groups of probes for which there was no time
     noise_pct: Annotated[float, Field(ge=0)]  # spread of one fixed probe repeated over the run
 
     @field_validator("shape")

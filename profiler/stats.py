@@ -46,10 +46,17 @@ def in_time(most: int, seconds: float) -> Iterator[int]:
         yield turn
 
 
-def host_samples(block: Callable[[int], object], repeats: int, device: torch.device) -> list[float]:
-    """Microseconds that `block(i)` keeps the calling thread, each on an idle device, after three warm-ups."""
-    samples = []
+def host_samples(
+    block: Callable[[int], object], repeats: int, device: torch.device, seconds: float = float("inf")
+) -> list[float]:
+    """Microseconds that `block(i)` keeps the calling thread, each on an idle device, after three warm-ups.
+
+    So many `repeats`, but fewer once `seconds` are over, and at least one.
+    """
+    samples, until = list[float](), time.monotonic() + seconds
     for i in range(-3, repeats):
+        if samples and time.monotonic() > until:
+            break
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         begun = time.perf_counter_ns()

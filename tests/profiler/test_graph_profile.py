@@ -13,13 +13,13 @@ from tiny_models import save_calibration, save_tiny
 
 from foreload.backend.cuda.forward import FastForward
 from foreload.backend.engine import Engine, EngineOptions
+from foreload.backend.made_up import recording
 from foreload.backend.models.checkpoint import Checkpoint
 from foreload.backend.policy import Counter
 from foreload.backend.policy.state import DECODE, KEPT
 from foreload.backend.predict import PREDICTORS
 from foreload.profiler import probes
 from foreload.profiler.graph_bench import Asked, GraphBench, demand_at
-from foreload.profiler.made_up import recording
 from foreload.profiler.probes import thread_counts
 from foreload.profiler.run import bench_settings, profile
 from foreload.profiler.schema import HardwareProfile

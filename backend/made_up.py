@@ -14,7 +14,7 @@ def recording(shape: ModelShape, rows: int = 16) -> Trace:
     routed = np.broadcast_to(np.arange(k, dtype=np.int16), (rows, layers, k)).copy()
     column = PredictionColumn(predictor="gate", depth=1, width=k)
     meta = TraceMeta.of(
-        shape, model="made up", weights_hash="", tokenizer_hash="", source="profiler", sampling={}, machine="",
+        shape, model="made up", weights_hash="", tokenizer_hash="", source="probes", sampling={}, machine="",
         software={}, seed=-1, predictions=(column,),
     )  # fmt: skip
     return Trace(
