@@ -43,7 +43,7 @@ RATIOS = (0.17, 0.25, 0.05, 0.5, 0.0)
 ORDER = ("tuned", "llama_cpp", "on_demand", "moe_spac", "router_pf", "freetoken", "llama_cpp_lru", "fiddler")
 """The same; the other presets come after these."""
 CONTEXT, WARM, TOKENS, REPEATS = 1024, 8, 20, 2
-SHARE, TUNE_S = 0.85, 15.0
+SHARE, TUNE_S = 0.85, 30.0
 
 
 def plan(
