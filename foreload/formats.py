@@ -2,6 +2,7 @@
 
     fp32, bf16   plain weights
     int8, fp8    one byte a weight (fp8: e4m3) and one fp32 scale per row: weight = scale * stored
+    fp8_tile     the same with one scale per row and tile of columns, as many as the checkpoint's tiles have
     mxfp4        blocks of 32 along a row share a power of two (OCP Microscaling Formats 1.0): 16 bytes of e2m1 pairs,
                  the earlier weight in the low half, and one e8m0 byte; rows are filled up with zeros to whole blocks
 
@@ -19,8 +20,8 @@ from typing import Literal
 from foreload.errors import SettingsError
 from foreload.shape import ModelShape
 
-PackedFormat = Literal["fp32", "bf16", "int8", "fp8", "mxfp4"]
-FORMATS: tuple[PackedFormat, ...] = ("fp32", "bf16", "int8", "fp8", "mxfp4")
+PackedFormat = Literal["fp32", "bf16", "int8", "fp8", "mxfp4", "fp8_tile"]
+FORMATS: tuple[PackedFormat, ...] = ("fp32", "bf16", "int8", "fp8", "mxfp4", "fp8_tile")
 FORMAT_OF_DTYPE: dict[str, PackedFormat] = {"float32": "fp32", "bfloat16": "bf16"}
 MX_BLOCK = 32
 ALIGNMENT = 64
@@ -43,6 +44,11 @@ class BlockLayout:
     gate_up_bias: int
     down_bias: int
     bytes: int
+    tile: int = 0  # columns that share a scale, of fp8_tile
+
+    def scales(self, weights: int) -> int:
+        """Scales of a packed row of so many weights."""
+        return row_scales(self.format, weights, self.tile)
 
     def row_bytes(self, weights: int) -> int:
         """Bytes of a packed row of so many weights, without scales."""
@@ -56,8 +62,11 @@ def row_bytes(format: PackedFormat, weights: int) -> int:
     return weights * {"fp32": 4, "bf16": 2}.get(format, 1)
 
 
-def _scale_bytes(format: PackedFormat, rows: int, weights: int) -> int:
-    return rows * (-(-weights // MX_BLOCK) if format == "mxfp4" else 4)
+def row_scales(format: PackedFormat, weights: int, tile: int) -> int:
+    """Scales of a packed row of so many weights: bytes of mxfp4, else fp32."""
+    if format in FORMAT_OF_DTYPE.values():
+        return 0
+    return -(-weights // {"mxfp4": MX_BLOCK, "fp8_tile": tile}.get(format, weights))
 
 
 def _aligned(at: int) -> int:
@@ -70,7 +79,11 @@ def block_layout(format: PackedFormat, shape: ModelShape) -> BlockLayout:
     hidden, width = shape.hidden, shape.expert_width
     plain = format in FORMAT_OF_DTYPE.values()
     item = 2 if format == "bf16" else 4
-    scales = (0, 0) if plain else (_scale_bytes(format, 2 * width, hidden), _scale_bytes(format, hidden, width))
+    tile = (shape.expert_tile or max(hidden, width)) if format == "fp8_tile" else 0
+    wide = 1 if format == "mxfp4" else 4
+    scales = tuple(
+        wide * rows * row_scales(format, columns, tile) for rows, columns in ((2 * width, hidden), (hidden, width))
+    )
     biases = (2 * width * item, hidden * item) if shape.expert_bias else (0, 0)
     parts = (2 * width * row_bytes(format, hidden), hidden * row_bytes(format, width), *scales, *biases)
     offsets, at = [], 0
@@ -80,7 +93,9 @@ def block_layout(format: PackedFormat, shape: ModelShape) -> BlockLayout:
         at += size
     end = at if plain else _aligned(at)
     gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_bias = offsets
-    return BlockLayout(format, hidden, width, gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_bias, end)
+    return BlockLayout(
+        format, hidden, width, gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_bias, end, tile
+    )
 
 
 def layer_formats(
@@ -95,7 +110,7 @@ def layer_formats(
         if len(chosen) != layers:
             raise SettingsError(f"expert_format has {len(chosen)} entries: the model has {layers} MoE layers")
         return chosen
-    own: PackedFormat = "mxfp4" if shape.stored_experts == "mxfp4" else FORMAT_OF_DTYPE[dtype]
+    own = FORMAT_OF_DTYPE[dtype] if shape.stored_experts == "float" else shape.stored_experts
     return (chosen or own,) * layers
 
 

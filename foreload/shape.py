@@ -15,7 +15,7 @@ Scoring = Literal["softmax_topk", "topk_softmax", "sigmoid_topk"]
 those. sigmoid_topk: sigmoid in fp32, top-k of the scores plus a correction bias, weights from the scores alone."""
 Activation = Literal["silu", "swiglu_oai"]
 """silu: silu(gate) * up, gate rows before up rows. swiglu_oai: clamped, gate and up rows by turns (gpt-oss)."""
-StoredExperts = Literal["float", "mxfp4"]
+StoredExperts = Literal["float", "mxfp4", "fp8_tile"]
 """How the checkpoint holds its routed experts: as floats, or packed as `foreload.formats` says."""
 QkNorm = Literal["none", "head", "full"]
 """RMS norm of queries and keys: none, over each head, or over all heads together."""
@@ -93,6 +93,7 @@ class ModelShape:
     swiglu_limit: float = 0.0
     expert_bias: bool = False
     stored_experts: StoredExperts = "float"
+    expert_tile: int = 0  # columns that share a scale, of fp8_tile (0: all)
     router_bias: bool = False
     router_float32: bool = False  # the gate is kept and applied in float32
     correction_bias: bool = False

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from foreload.backend.experts.packing import TORCH_DTYPES, pack_rows, unpack_rows
 from foreload.backend.models.family import ExpertPart
-from foreload.backend.models.packed import Mxfp4
-from foreload.formats import MX_BLOCK, BlockLayout
+from foreload.backend.models.packed import Fp8Tiles, Mxfp4
+from foreload.backend.models.source import Found
+from foreload.formats import BlockLayout
 from foreload.shape import ModelShape
 
 Matrix = Literal["gate_up", "down"]
@@ -62,15 +63,16 @@ class BlockCodec:
     def views(self, block: Tensor) -> ExpertViews:
         """The expert in a block: views of plain weights in `dtype`, else an unpacked copy."""
         hidden, width = self._shape.hidden, self._shape.expert_width
-        gate_up = unpack_rows(*self._matrix(block, "gate_up"), self.layout.format, hidden).to(self._dtype)
-        down = unpack_rows(*self._matrix(block, "down"), self.layout.format, width).to(self._dtype)
+        format, tile = self.layout.format, self.layout.tile
+        gate_up = unpack_rows(*self._matrix(block, "gate_up"), format, hidden, tile).to(self._dtype)
+        down = unpack_rows(*self._matrix(block, "down"), format, width, tile).to(self._dtype)
         gate_up_bias, down_bias = self._bias(block, "gate_up"), self._bias(block, "down")
         if gate_up_bias is None or down_bias is None:
             return ExpertViews(gate_up, down, clamp=self._clamp)
         return ExpertViews(gate_up, down, gate_up_bias.to(self._dtype), down_bias.to(self._dtype), self._clamp)
 
-    def write(self, block: Tensor, part: ExpertPart, tensor: Tensor | Mxfp4) -> None:
-        """Pack a tensor [rows, columns], or bias [rows], into its place; what is MXFP4 already is copied as it is."""
+    def write(self, block: Tensor, part: ExpertPart, tensor: Found) -> None:
+        """Pack a tensor [rows, columns], or bias [rows], into its place; what is packed so already is copied."""
         if part in ("gate_up_bias", "down_bias"):
             bias = self._bias(block, "down" if part == "down_bias" else "gate_up")
             assert bias is not None
@@ -84,12 +86,15 @@ class BlockCodec:
         if scales is not None and packed_scales is not None:
             scales[first : first + len(packed)].copy_(packed_scales)
 
-    def _packed(self, tensor: Tensor | Mxfp4) -> tuple[Tensor, Tensor | None]:
-        if isinstance(tensor, Tensor):
-            return pack_rows(tensor, self.layout.format)
-        if self.layout.format == "mxfp4":
-            return tensor.blocks.flatten(1), tensor.scales
-        return pack_rows(tensor.floats(), self.layout.format)
+    def _packed(self, found: Found) -> tuple[Tensor, Tensor | None]:
+        format, tile = self.layout.format, self.layout.tile
+        if isinstance(found, Tensor):
+            return pack_rows(found, format, tile)
+        if isinstance(found, Mxfp4) and format == "mxfp4":
+            return found.blocks.flatten(1), found.scales
+        if isinstance(found, Fp8Tiles) and format == "fp8_tile" and found.tile == tile:
+            return found.weights, found.scales
+        return pack_rows(found.floats(), format, tile)
 
     def _matrix(self, block: Tensor, name: Matrix) -> tuple[Tensor, Tensor | None]:
         """Packed rows and scales of a matrix inside a block, as `unpack_rows` takes them."""
@@ -100,10 +105,11 @@ class BlockCodec:
         weights = block[at : at + rows * size].view(TORCH_DTYPES.get(layout.format, torch.uint8)).view(rows, -1)
         if scale_at < 0:
             return weights, None
+        scales = layout.scales(columns)
         if layout.format == "mxfp4":
-            blocks = size // (MX_BLOCK // 2)
-            return weights, block[scale_at : scale_at + rows * blocks].view(rows, blocks)
-        return weights, block[scale_at : scale_at + 4 * rows].view(torch.float32)
+            return weights, block[scale_at : scale_at + rows * scales].view(rows, scales)
+        found = block[scale_at : scale_at + 4 * rows * scales].view(torch.float32)
+        return weights, found.view(rows, scales) if layout.format == "fp8_tile" else found
 
     def _bias(self, block: Tensor, name: Matrix) -> Tensor | None:
         at = self.layout.down_bias if name == "down" else self.layout.gate_up_bias

@@ -2,7 +2,7 @@
 
 int8, fp8: each row is divided by its largest magnitude over 127 or 448 and rounded to nearest, ties to even. mxfp4: the
 power of two of OCP Microscaling Formats 1.0 (section 6.3), or the next one where that leaves a smaller squared error;
-weights which were mxfp4 before come back exactly.
+weights which were mxfp4 before come back exactly. fp8_tile: as fp8, each tile of a row by itself.
 """
 
 from __future__ import annotations
@@ -11,24 +11,37 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from foreload.backend.models.packed import MX_BIAS, MX_NAN, unpack_mxfp4
+from foreload.backend.models.packed import MX_BIAS, MX_NAN, unpack_fp8, unpack_mxfp4
 from foreload.formats import MX_BLOCK, PackedFormat
 
 INT8_MOST, FP8_MOST, FP4_MOST_EXPONENT = 127.0, 448.0, 2
-TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+TORCH_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_tile": torch.float8_e4m3fn,
+}
 
 
-def pack_rows(weights: Tensor, format: PackedFormat) -> tuple[Tensor, Tensor | None]:
+def pack_rows(weights: Tensor, format: PackedFormat, tile: int = 0) -> tuple[Tensor, Tensor | None]:
     """Float weights [rows, columns] as packed rows and their scales, both on the same device.
 
-    fp32, bf16: [rows, columns], no scales; int8, fp8: [rows, columns] and fp32 [rows]; mxfp4: uint8 [rows, 16 b] and
-    uint8 [rows, b] for b blocks of 32. Weights must be finite.
+    fp32, bf16: [rows, columns], no scales; int8, fp8: [rows, columns] and fp32 [rows]; fp8_tile: the same, and
+    fp32 [rows, b] for b tiles of `tile` columns; mxfp4: uint8 [rows, 16 b] and uint8 [rows, b] for b blocks
+    of 32. Weights must be finite.
     """
     if format in ("fp32", "bf16"):
         return weights.to(TORCH_DTYPES[format]), None
     weights = weights.float()
     if format == "mxfp4":
         return _pack_mxfp4(weights)
+    if format == "fp8_tile":
+        rows, columns = weights.shape
+        tiles = F.pad(weights, (0, -columns % tile)).view(-1, tile)
+        packed, of_tiles = pack_rows(tiles, "fp8")
+        assert of_tiles is not None
+        return packed.view(rows, -1)[:, :columns], of_tiles.view(rows, -1)
     most = INT8_MOST if format == "int8" else FP8_MOST
     scales = weights.abs().amax(1) / most
     scaled = weights / torch.where(scales > 0, scales, 1.0)[:, None]
@@ -36,7 +49,7 @@ def pack_rows(weights: Tensor, format: PackedFormat) -> tuple[Tensor, Tensor | N
     return rounded.clamp(-most, most).to(TORCH_DTYPES[format]), scales
 
 
-def unpack_rows(rows: Tensor, scales: Tensor | None, format: PackedFormat, columns: int) -> Tensor:
+def unpack_rows(rows: Tensor, scales: Tensor | None, format: PackedFormat, columns: int, tile: int = 0) -> Tensor:
     """fp32 [rows, columns] (bf16 for bf16) of what `pack_rows` gave."""
     if scales is None:
         return rows
@@ -45,6 +58,8 @@ def unpack_rows(rows: Tensor, scales: Tensor | None, format: PackedFormat, colum
         found = unpack_mxfp4(blocks, scales)
         nan = (scales == MX_NAN).repeat_interleave(MX_BLOCK, 1)
         return found.masked_fill_(nan, float("nan"))[:, :columns]
+    if format == "fp8_tile":
+        return unpack_fp8(rows, scales, (1, tile))
     return rows.float() * scales[:, None]
 
 

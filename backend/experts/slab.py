@@ -87,7 +87,7 @@ class HostSlab:
     def _load(self, checkpoint: Checkpoint, device: torch.device, progress: Callable[[int, int], None] | None) -> None:
         """Fill the blocks; what takes long to pack is kept on disk for the next time."""
         kept = None
-        as_stored = [codec.plain or codec.layout.format == checkpoint.stored == "mxfp4" for codec in self.codecs]
+        as_stored = [codec.plain or codec.layout.format == checkpoint.stored != "bf16" for codec in self.codecs]
         if self.blocks.numel() >= conversions.SMALLEST_BYTES and not all(as_stored):
             kept = conversions.Conversion(checkpoint, self.layouts)
             if kept.load(self.blocks):

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from foreload.backend.models import deepseek, dense, gpt_oss, mixtral, qwen
 from foreload.backend.models.config import ConfigFields, shown
 from foreload.backend.models.family import ExpertLayout, ExpertPart, Family
 from foreload.backend.models.folder import WeightFolder
-from foreload.backend.models.packed import MX_BLOCK, Mxfp4
+from foreload.backend.models.packed import MX_BLOCK
 from foreload.backend.models.published import SCHEME, published_config, published_names
 from foreload.backend.models.random_weights import RandomWeights
 from foreload.backend.models.source import Found, Wanted, WeightSource
@@ -63,11 +62,14 @@ def read_shape(
         known = " or ".join(family.formats) or "none"
         raise quantised.refuse("quant_method", f"{family.model_type} can be read in float or {known}")
     shape = family.shape(fields)
-    if _stored(config) == "mxfp4" and (shape.hidden % MX_BLOCK or shape.expert_width % MX_BLOCK):
-        sizes = f"{shape.hidden} and {shape.expert_width}"
-        raise FileError(f"{source}: experts of {sizes}: MXFP4 needs multiples of {MX_BLOCK}")
     if quantised is not None and quantised.get("quant_method") == "mxfp4":
+        if shape.hidden % MX_BLOCK or shape.expert_width % MX_BLOCK:
+            sizes = f"{shape.hidden} and {shape.expert_width}"
+            raise FileError(f"{source}: experts of {sizes}: MXFP4 needs multiples of {MX_BLOCK}")
         shape = replace(shape, stored_experts="mxfp4")
+    tile = _tile(fields)
+    if tile is not None:
+        shape = replace(shape, stored_experts="fp8_tile", expert_tile=tile[1])
     if shape.top_k > shape.experts:
         raise FileError(f"{source}: {shape.top_k} experts per token of {shape.experts}: the first must not be larger")
     return family, shape
@@ -85,8 +87,6 @@ class Checkpoint:
     shape: ModelShape
     source: WeightSource
     folder: Path | None = None
-    stored: PackedFormat = "bf16"
-    """Format of the experts on disk, by what the configuration says of them; bf16 stands for any plain float."""
     tile: tuple[int, int] | None = None
     """Rows and columns that share a scale where weights are fp8 on disk."""
 
@@ -101,7 +101,7 @@ class Checkpoint:
         family, shape = read_shape(config, str(path))
         tile = _tile(ConfigFields(config, str(path)))
         name = model if model in BUNDLED else folder.resolve().name
-        return cls(name, family, shape, WeightFolder(folder, tile), folder, _stored(config), tile)
+        return cls(name, family, shape, WeightFolder(folder, tile), folder, tile)
 
     @classmethod
     def open_dense(cls, model: str) -> Checkpoint:
@@ -120,7 +120,12 @@ class Checkpoint:
         """Random weights in a published shape; `changed` configuration fields (smaller sizes for a test)."""
         config = {**published_config(name), **changed}
         family, shape = read_shape(config, SCHEME + name)
-        return cls(SCHEME + name, family, shape, RandomWeights(shape.hash), None, _stored(config))
+        return cls(SCHEME + name, family, shape, RandomWeights(shape.hash))
+
+    @property
+    def stored(self) -> PackedFormat:
+        """Format of the experts on disk, by what the configuration says of them; bf16 stands for any plain float."""
+        return "bf16" if self.shape.stored_experts == "float" else self.shape.stored_experts
 
     def tokenizer(self) -> TextTokenizer:
         """The folder's tokenizer; for random weights, the bytes of the text."""
@@ -173,18 +178,19 @@ class Checkpoint:
     def read_experts(self, device: torch.device | None = None) -> Iterator[tuple[int, int, ExpertPart, Tensor]]:
         """All parts of all routed experts, as (MoE layer, expert, part, float tensor [out, in] or bias [out])."""
         for at, expert, part, found in self.read_stored(device):
-            yield at, expert, part, found.floats() if isinstance(found, Mxfp4) else found
+            yield at, expert, part, found if isinstance(found, Tensor) else found.floats()
 
     def read_stored(self, device: torch.device | None = None) -> Iterator[tuple[int, int, ExpertPart, Found]]:
-        """As `read_experts`, but matrices that are stored as MXFP4 come packed, as they are."""
+        """As `read_experts`, but matrices that are stored as MXFP4 or fp8 come packed, as they are."""
         layout, shape = self.layout, self.shape
         sizes = expert_sizes(shape)
+        own = shape.stored_experts if shape.stored_experts == "fp8_tile" else layout.stored
         wanted = []
         for at, layer in enumerate(shape.moe_layers):
             for part, pattern in layout.parts.items():
                 for expert in range(shape.experts):
                     name = pattern.format(layer=layer, expert=expert)
-                    stored = layout.stored if "bias" not in part else "float"
+                    stored = own if "bias" not in part else "float"
                     turned = layout.transposed and "bias" not in part
                     size = sizes[part][::-1] if turned else sizes[part]
                     index = (expert, shape.experts) if layout.stacked else None
@@ -220,10 +226,6 @@ class Checkpoint:
     def expert_parts(self) -> int:
         """Number of tensors that `read_experts` yields."""
         return self.shape.all_experts * len(self.layout.parts)
-
-
-def _stored(config: Mapping[str, Any]) -> PackedFormat:
-    return (config.get("quantization_config") or {}).get("quant_method", "bf16")  # type: ignore[no-any-return]
 
 
 def _tile(config: ConfigFields) -> tuple[int, int] | None:

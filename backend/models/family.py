@@ -13,7 +13,7 @@ from foreload.backend.models.config import ConfigFields
 from foreload.shape import ModelShape
 
 ExpertPart = Literal["gate", "up", "gate_up", "down", "gate_up_bias", "down_bias"]
-Stored = Literal["float", "mxfp4"]
+Stored = Literal["float", "mxfp4", "fp8_tile"]
 
 LAYER = "model.layers.{layer}."
 _ATTENTION = LAYER + "self_attn."

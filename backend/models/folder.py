@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from foreload.backend.models.packed import MX_BLOCK, MX_BYTES, MX_NAN, Mxfp4, unpack_fp8
+from foreload.backend.models.packed import MX_BLOCK, MX_BYTES, MX_NAN, Fp8Tiles, Mxfp4
 from foreload.backend.models.source import Found, Wanted
 from foreload.errors import FileError
 from foreload.files import read_mapping
@@ -123,15 +123,22 @@ class WeightFolder:
         shard = self._shard(name, opened, stack)
         if one.stored == "mxfp4":
             return self._mxfp4(one, shard, self._shard(one.name + "_scales", opened, stack))
-        tensor = shard.part(name, one.size, one.index, (*FLOATS, FP8) if self._tile is not None else FLOATS)
-        if tensor.dtype == torch.float8_e4m3fn:
-            assert self._tile is not None
-            tiles = tuple(-(-size // tile) for size, tile in zip(one.size, self._tile, strict=True))
-            scale = self._shard(name + SCALE, opened, stack).part(name + SCALE, tiles, None, FLOATS)
-            tensor = unpack_fp8(tensor, scale, self._tile)
-        if not bool(tensor.isfinite().all()):
+        dtypes = (FP8,) if one.stored == "fp8_tile" else (*FLOATS, FP8) if self._tile is not None else FLOATS
+        read = shard.part(name, one.size, one.index, dtypes)
+        tiles = None
+        if read.dtype == torch.float8_e4m3fn:
+            tiles = self._fp8(one, read, self._shard(name + SCALE, opened, stack))
+        found = read if tiles is None else tiles if one.stored == "fp8_tile" else tiles.floats()
+        values = (found,) if isinstance(found, Tensor) else (found.weights.float(), found.scales)
+        if not all(bool(part.isfinite().all()) for part in values):
             raise FileError(f"{shard.path}: tensor {name!r} holds NaN or infinity")
-        return tensor
+        return found
+
+    def _fp8(self, one: Wanted, weights: Tensor, other: _Shard) -> Fp8Tiles:
+        assert self._tile is not None
+        (rows, columns), (tall, wide) = one.size, self._tile
+        scales = other.part(one.name + SCALE, (-(-rows // tall), -(-columns // wide)), None, FLOATS)
+        return Fp8Tiles(weights, scales.float().repeat_interleave(tall, 0)[:rows], wide)
 
     @staticmethod
     def _mxfp4(one: Wanted, shard: _Shard, other: _Shard) -> Mxfp4:

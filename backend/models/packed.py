@@ -45,6 +45,18 @@ class Mxfp4(NamedTuple):
         return unpack_mxfp4(self.blocks, self.scales)
 
 
+class Fp8Tiles(NamedTuple):
+    """A matrix [rows, columns] as it is stored, but for its scales, which every row has its own copy of."""
+
+    weights: Tensor  # e4m3 [rows, columns]
+    scales: Tensor  # fp32 [rows, ceil(columns / tile)]
+    tile: int
+
+    def floats(self) -> Tensor:
+        """What it stands for, fp32 [rows, columns]."""
+        return unpack_fp8(self.weights, self.scales, (1, self.tile))
+
+
 def unpack_fp8(weight: Tensor, scales: Tensor, tile: tuple[int, int]) -> Tensor:
     """fp32 [out, in] from e4m3 weight [out, in] and scales [ceil(out / tile[0]), ceil(in / tile[1])]."""
     rows, columns = weight.shape

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from foreload.backend.models.family import Stored
-from foreload.backend.models.packed import Mxfp4
+from foreload.backend.models.packed import Fp8Tiles, Mxfp4
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Wanted:
     """One tensor of `size` to read; `tag` comes back with it.
 
     With `index` (i, n) it is entry i of a tensor that stacks n. Stored as mxfp4, `name` is followed by `_blocks` and
-    `_scales`, and it comes packed.
+    `_scales`, and it comes packed; as fp8_tile it comes packed too.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Wanted:
     stored: Stored = "float"
 
 
-Found = Tensor | Mxfp4
+Found = Tensor | Mxfp4 | Fp8Tiles
 """A tensor of floats, or packed as it is stored."""
 
 

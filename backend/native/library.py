@@ -14,7 +14,7 @@ from pathlib import Path
 
 from foreload.errors import UsageError
 
-ABI = 1
+ABI = 2
 PATH = Path(__file__).parent / "_experts.so"
 VARIABLE = "FORELOAD_CPU_ISA"
 
@@ -34,7 +34,18 @@ class CLayout(ctypes.Structure):
     """`fl_layout`: what one expert's block holds, and where."""
 
     _fields_ = [
-        *((name, ctypes.c_int32) for name in ("format", "activation", "interleaved", "bf16_inputs", "hidden", "width")),
+        *(
+            (name, ctypes.c_int32)
+            for name in (
+                "format",
+                "activation",
+                "interleaved",
+                "bf16_inputs",
+                "hidden",
+                "width",
+                "tile",
+            )
+        ),
         *((name, ctypes.c_float) for name in ("alpha", "limit")),
         *((f"{part}{kind}", ctypes.c_int64) for kind in ("", "_scale", "_bias") for part in ("gate_up", "down")),
     ]

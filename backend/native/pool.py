@@ -24,7 +24,7 @@ def c_layout(block: BlockLayout, shape: ModelShape, bf16_inputs: bool = False) -
     """A block's layout for the library. `bf16_inputs`: activations hold no more than bf16, which kernels may use."""
     return CLayout(
         FORMATS.index(block.format), ACTIVATIONS.index(shape.activation), shape.activation == "swiglu_oai", bf16_inputs,
-        block.hidden, block.width, shape.swiglu_alpha, shape.swiglu_limit,
+        block.hidden, block.width, block.tile, shape.swiglu_alpha, shape.swiglu_limit,
         block.gate_up, block.down, block.gate_up_scale, block.down_scale, block.gate_up_bias, block.down_bias,
     )  # fmt: skip
 

@@ -127,7 +127,7 @@ def test_a_poisoned_block_reads_as_nan(shape: ModelShape) -> None:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("format", FORMATS)
 def test_parts_of_a_block_do_not_overlap(shape: ModelShape, format: PackedFormat, bias: bool) -> None:
-    odd = replace(shape, hidden=40, expert_width=24, expert_bias=bias)
+    odd = replace(shape, hidden=40, expert_width=24, expert_bias=bias, expert_tile=16)
     codec = BlockCodec(block_layout(format, odd), odd, torch.float32)
     block = torch.zeros(codec.layout.bytes, dtype=torch.uint8)
     parts = {"gate": torch.randn(24, 40), "up": torch.randn(24, 40), "down": torch.randn(40, 24)}
@@ -137,7 +137,8 @@ def test_parts_of_a_block_do_not_overlap(shape: ModelShape, format: PackedFormat
     views = codec.views(block)
     got = {"gate": views.gate_up[:24], "up": views.gate_up[24:], "down": views.down}
     for name, part in parts.items():
-        assert torch.equal(got[name], unpack_rows(*pack_rows(part, format), format, part.shape[1]).float())
+        packed = pack_rows(part, format, tile=16)
+        assert torch.equal(got[name], unpack_rows(*packed, format, part.shape[1], tile=16).float())
     kind = torch.bfloat16 if format == "bf16" else torch.float32
     for name, part in biases.items():
         assert torch.equal(getattr(views, name), part.to(kind).float())
@@ -146,7 +147,7 @@ def test_parts_of_a_block_do_not_overlap(shape: ModelShape, format: PackedFormat
 
 @pytest.mark.unit
 def test_bytes_and_budget_follow_the_format(shape: ModelShape) -> None:
-    real = replace(shape, hidden=2048, expert_width=768)
+    real = replace(shape, hidden=2048, expert_width=768, expert_tile=128)
     sizes = {format: block_layout(format, real).bytes for format in FORMATS}
     weights = 3 * 2048 * 768
     rows = 2 * 768 + 2048
@@ -156,6 +157,7 @@ def test_bytes_and_budget_follow_the_format(shape: ModelShape) -> None:
         "int8": weights + 4 * rows,
         "fp8": weights + 4 * rows,
         "mxfp4": weights // 2 + weights // 32,
+        "fp8_tile": weights + 4 * weights // 128,
     }
     mixed = layer_formats(("bf16", "mxfp4", "fp8"), real, "bfloat16")
     assert layer_bytes(mixed, real) == (sizes["bf16"], sizes["mxfp4"], sizes["fp8"])

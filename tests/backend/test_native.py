@@ -33,7 +33,14 @@ pytestmark = pytest.mark.skipif(not ISAS, reason="the native library is not ther
 def shape_of(shape: ModelShape, hidden: int, width: int, activation: Activation, bias: bool) -> ModelShape:
     clamp = {"swiglu_alpha": 1.702, "swiglu_limit": 2.0} if activation == "swiglu_oai" else {}
     return replace(
-        shape, hidden=hidden, expert_width=width, experts=EXPERTS, activation=activation, expert_bias=bias, **clamp
+        shape,
+        hidden=hidden,
+        expert_width=width,
+        experts=EXPERTS,
+        activation=activation,
+        expert_bias=bias,
+        expert_tile=48,
+        **clamp,
     )
 
 

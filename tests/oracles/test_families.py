@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from family_models import TINY, VOCAB, fp8_reference, save, save_fp8, save_mxfp4
+from safetensors.torch import load_file
 from torch import Tensor
 
 from foreload.backend.engine import Engine, EngineOptions
@@ -201,6 +202,13 @@ def test_mxfp4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.integration
 def test_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_fp8(TINY["deepseek_v3"].make(), tmp_path / "packed")
+    checkpoint = Checkpoint.open(str(folder))
+    assert checkpoint.stored == "fp8_tile"
+    with Engine(checkpoint, EngineOptions(context_tokens=64), SETTINGS["half"]) as engine:
+        assert set(engine.formats) == {"fp8_tile"}
+        stored = load_file(folder / "model.safetensors")["model.layers.2.mlp.experts.5.down_proj.weight"]
+        at, block = engine.slab.layout(1).down, engine.slab.block(1, 5)
+        assert torch.equal(block[at : at + stored.numel()], stored.view(torch.uint8).flatten())  # as on disk
     check(fp8_reference(folder, tmp_path / "plain"), folder, SETTINGS["half"], monkeypatch)
 
 

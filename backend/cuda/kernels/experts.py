@@ -79,6 +79,33 @@ def _float_products(
 
 
 @triton.jit
+def _tile_products(
+    weights: tl.tensor,
+    scales: tl.tensor,
+    rows: tl.tensor,
+    inside_rows: tl.tensor,
+    x: tl.tensor,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    STEP: tl.constexpr,
+    SCALE_STEP: tl.constexpr,
+    TILE: tl.constexpr,
+) -> tl.tensor:
+    """[ROWS]: as `_float_products`, every TILE columns of a row scaled."""
+    total = tl.zeros([ROWS, COLS], tl.float32)
+    for at in range(0, WIDTH, COLS):
+        cols = at + tl.arange(0, COLS)
+        inside = cols < WIDTH
+        part = tl.load(x + cols, mask=inside, other=0.0).to(tl.float32)
+        mask = inside_rows[:, None] & inside[None, :]
+        block = tl.load(weights + (rows * STEP)[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        scale = tl.load(scales + (rows * SCALE_STEP)[:, None] + (cols // TILE)[None, :], mask=mask, other=0.0)
+        total += scale * (block * part[None, :])
+    return tl.sum(total, axis=1)
+
+
+@triton.jit
 def _products(
     address: tl.tensor,
     rows: tl.tensor,
@@ -96,6 +123,7 @@ def _products(
     BIAS: tl.constexpr,
     BIAS_STRIDE: tl.constexpr,
     BIAS_BYTES: tl.constexpr,
+    TILE: tl.constexpr,
 ) -> tl.tensor:
     """[ROWS] fp32: rows of one matrix of the block at `address` times x [WIDTH], scaled, plus bias."""
     if FORMAT == "mxfp4":
@@ -108,6 +136,10 @@ def _products(
     elif FORMAT == "bfloat16":
         weights = tl.multiple_of(address.to(tl.pointer_type(tl.bfloat16)), ALIGN) + AT // 2
         found = _float_products(weights, rows, inside_rows, x, WIDTH, ROWS, COLS, STRIDE // 2)
+    elif FORMAT == "fp8_tile":
+        weights = tl.multiple_of(address.to(tl.pointer_type(tl.float8e4nv)), ALIGN) + AT
+        tiles = address.to(tl.pointer_type(tl.float32)) + SCALES // 4
+        found = _tile_products(weights, tiles, rows, inside_rows, x, WIDTH, ROWS, COLS, STRIDE, SCALE_STRIDE // 4, TILE)
     elif FORMAT == "fp8":
         weights = tl.multiple_of(address.to(tl.pointer_type(tl.float8e4nv)), ALIGN) + AT
         found = _float_products(weights, rows, inside_rows, x, WIDTH, ROWS, COLS, STRIDE)
@@ -168,6 +200,7 @@ def gate_up(
     UP_BIAS: tl.constexpr,
     BIAS_STRIDE: tl.constexpr,
     BIAS_BYTES: tl.constexpr,
+    TILE: tl.constexpr,
 ) -> None:
     """Program (group, row tile): activated rows of mid for every item of the group.
 
@@ -191,11 +224,11 @@ def gate_up(
             row = x + (item // K) * HIDDEN
             gate = _products(
                 address, rows, inside, row, HIDDEN, ROWS, COLS, ALIGN, FORMAT, GATE, STRIDE, GATE_SCALES, SCALE_STRIDE,
-                GATE_BIAS, BIAS_STRIDE, BIAS_BYTES,
+                GATE_BIAS, BIAS_STRIDE, BIAS_BYTES, TILE,
             )  # fmt: skip
             up = _products(
                 address, rows, inside, row, HIDDEN, ROWS, COLS, ALIGN, FORMAT, UP, STRIDE, UP_SCALES, SCALE_STRIDE,
-                UP_BIAS, BIAS_STRIDE, BIAS_BYTES,
+                UP_BIAS, BIAS_STRIDE, BIAS_BYTES, TILE,
             )  # fmt: skip
             tl.store(mid + item * WIDTH + rows, _activated(gate, up, ACTIVATION, ALPHA, LIMIT), mask=inside)
 
@@ -220,6 +253,7 @@ def down(
     BIAS: tl.constexpr,
     BIAS_STRIDE: tl.constexpr,
     BIAS_BYTES: tl.constexpr,
+    TILE: tl.constexpr,
 ) -> None:
     """Program (group, row tile): unweighted output rows of every item of the group."""
     group, tile = tl.program_id(0), tl.program_id(1)
@@ -233,7 +267,7 @@ def down(
             item = tl.load(items + at)
             found = _products(
                 address, rows, inside, mid + item * WIDTH, WIDTH, ROWS, COLS, ALIGN, FORMAT, DOWN, STRIDE, SCALES,
-                SCALE_STRIDE, BIAS, BIAS_STRIDE, BIAS_BYTES,
+                SCALE_STRIDE, BIAS, BIAS_STRIDE, BIAS_BYTES, TILE,
             )  # fmt: skip
             tl.store(out + item * HIDDEN + rows, found, mask=inside)
 

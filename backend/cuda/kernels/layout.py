@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from foreload.formats import MX_BLOCK, PackedFormat
 from foreload.formats import BlockLayout as PackedLayout
+from foreload.formats import PackedFormat
 from foreload.shape import ModelShape
 
-Format = Literal["float32", "bfloat16", "fp8", "int8", "mxfp4"]
-FORMATS: tuple[Format, ...] = ("float32", "bfloat16", "fp8", "int8", "mxfp4")
+Format = Literal["float32", "bfloat16", "fp8", "int8", "mxfp4", "fp8_tile"]
+FORMATS: tuple[Format, ...] = ("float32", "bfloat16", "fp8", "int8", "mxfp4", "fp8_tile")
 Activation = Literal["silu", "swiglu_oai"]
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "swiglu_oai")
 
@@ -22,7 +22,8 @@ ENTRY = 4
 class Part:
     """One matrix of a block, rows x columns: `at` + row * `stride` is a row, its scales and bias likewise.
 
-    Scales are one per row (fp8, int8: float32) or one per 32 columns (mxfp4: a byte, 2**(byte - 127)); -1: none.
+    Scales are one per row (fp8, int8: float32), one per tile of its columns (fp8_tile: float32) or one per 32 columns
+    (mxfp4: a byte, 2**(byte - 127)); -1: none.
     """
 
     at: int
@@ -48,6 +49,7 @@ class BlockLayout:
     alpha: float = 1.702  # of swiglu_oai
     limit: float = 7.0
     bias_bytes: Literal[2, 4] = 4  # bfloat16 or float32
+    tile: int = 0  # columns that share a scale, of fp8_tile
 
     @property
     def aligned(self) -> bool:
@@ -64,6 +66,7 @@ _NAMES: dict[PackedFormat, Format] = {
     "fp8": "fp8",
     "int8": "int8",
     "mxfp4": "mxfp4",
+    "fp8_tile": "fp8_tile",
 }
 
 
@@ -78,7 +81,7 @@ def kernel_layout(packed: PackedLayout, shape: ModelShape) -> BlockLayout:
 
     def part(at: int, scales: int, bias: int, columns: int, first: int = 0, step: int = 1) -> Part:
         row = packed.row_bytes(columns)
-        scale = -(-columns // MX_BLOCK) if packed.format == "mxfp4" else 4
+        scale = packed.scales(columns) * (1 if packed.format == "mxfp4" else 4)
         return Part(
             at + first * row,
             step * row,
@@ -101,4 +104,5 @@ def kernel_layout(packed: PackedLayout, shape: ModelShape) -> BlockLayout:
         alpha=shape.swiglu_alpha,
         limit=shape.swiglu_limit,
         bias_bytes=bias_bytes,
+        tile=packed.tile,
     )

@@ -37,10 +37,12 @@ def matrix(memory: Tensor, layout: BlockLayout, part: Part, rows: int, columns: 
         powers = _strided(memory, part.scales, part.scale_stride, rows, columns // 32).float() - 127
         return E2M1[codes.long()] * torch.exp2(powers).repeat_interleave(32, 1), bias
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
-    dtype = dtypes[layout.format]
+    dtype = dtypes[layout.format.removesuffix("_tile")]
     weights = _strided(memory, part.at, part.stride, rows, columns * dtype.itemsize).view(dtype).float()
     if part.scales >= 0:
-        weights = weights * _strided(memory, part.scales, part.scale_stride, rows, 4).view(torch.float32)
+        tile = layout.tile or columns
+        scales = _strided(memory, part.scales, part.scale_stride, rows, 4 * -(-columns // tile)).view(torch.float32)
+        weights = weights * scales.repeat_interleave(tile, 1)[:, :columns]
     return weights, bias
 
 

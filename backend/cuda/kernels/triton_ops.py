@@ -254,6 +254,7 @@ class TritonOps(Ops):
         groups = len(buffers.plan)
         build = {"ROWS": ROWS, "ALIGN": 16 if layout.aligned else 1, "FORMAT": layout.format, "ENTRY": ENTRY, **BUILD}
         build["BIAS_BYTES"] = layout.bias_bytes
+        build["TILE"] = layout.tile
         gate, up, last = layout.gate, layout.up, layout.down
         experts.gate_up[(groups, _tiles(layout.width, ROWS))](
             buffers.plan,

@@ -80,5 +80,5 @@ INLINE __m256 load_mxfp4(const uint8_t *p, int v, float scale) {
 #define LOAD(p, v, scale) load_mxfp4(p, v, scale)
 #include "rows.h"
 
-const fl_kernel fl_avx2_kernels[FL_FORMATS] = {rows_fp32, rows_bf16, rows_int8, rows_fp8, rows_mxfp4};
+const fl_kernel fl_avx2_kernels[FL_FORMATS] = {rows_fp32, rows_bf16, rows_int8, rows_fp8, rows_mxfp4, rows_fp8};
 #endif

@@ -96,4 +96,4 @@ INLINE vec load_mxfp4(const uint8_t *p, int v, float scale) {
 #define LOAD(p, v, scale) load_mxfp4(p, v, scale)
 #include "rows.h"
 
-const fl_kernel fl_scalar_kernels[FL_FORMATS] = {rows_fp32, rows_bf16, rows_int8, rows_fp8, rows_mxfp4};
+const fl_kernel fl_scalar_kernels[FL_FORMATS] = {rows_fp32, rows_bf16, rows_int8, rows_fp8, rows_mxfp4, rows_fp8};

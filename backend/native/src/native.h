@@ -9,9 +9,9 @@
 #include <stdint.h>
 
 #define FL_API __attribute__((visibility("default")))
-#define FL_ABI 1
+#define FL_ABI 2
 
-enum { FL_FP32, FL_BF16, FL_INT8, FL_FP8, FL_MXFP4, FL_FORMATS };
+enum { FL_FP32, FL_BF16, FL_INT8, FL_FP8, FL_MXFP4, FL_FP8_TILE, FL_FORMATS };
 enum { FL_SCALAR, FL_AVX2, FL_AVX512, FL_AVX512_BF16, FL_AVX512_VNNI, FL_AVX512_ALL, FL_ISAS };
 enum { FL_SILU, FL_SWIGLU_OAI };
 
@@ -51,11 +51,11 @@ float fl_e8m0(uint8_t exponent);
 
 /* Where the parts of one expert's block lie, in bytes from its start; -1: the part is not there.
  * gate_up [2 width, hidden]: gate rows before up rows, or by turns if `interleaved`; down [hidden, width].
- * Scales: fp32 per row (int8, fp8), e8m0 bytes per 32 weights (mxfp4).
+ * Scales: fp32 per row (int8, fp8) and tile of `tile` columns (fp8_tile), e8m0 bytes per 32 weights (mxfp4).
  * Biases: per row, in bf16 beside bf16 weights, else in fp32. */
 typedef struct {
     int32_t format, activation, interleaved, bf16_inputs;
-    int32_t hidden, width;
+    int32_t hidden, width, tile;
     float alpha, limit;
     int64_t gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_bias;
 } fl_layout;

@@ -57,6 +57,7 @@ static void put_inputs(int kind, uint8_t *row, size_t k, size_t from, size_t n, 
 static int valid(const fl_layout *l, const fl_work *w) {
     if (l->format < 0 || l->format >= FL_FORMATS || l->activation < FL_SILU || l->activation > FL_SWIGLU_OAI) return 0;
     if (l->hidden < 1 || l->width < 1 || w->experts < 1 || w->tokens < 1 || w->first[0] != 0) return 0;
+    if (l->tile < 0 || (l->format == FL_FP8_TILE) != (l->tile > 0)) return 0;
     if ((l->format >= FL_INT8) != (l->gate_up_scale >= 0 && l->down_scale >= 0)) return 0;
     for (int e = 0; e < w->experts; e++)
         if (w->first[e + 1] <= w->first[e] || !w->blocks[e]) return 0;
@@ -136,8 +137,9 @@ int fl_job_fill(fl_job *job, int isa, int threads, const fl_layout *layout, cons
     if (!valid(layout, work)) return -1;
     size_t hidden = (size_t)layout->hidden, width = (size_t)layout->width;
     fl_choice choice = fl_choose(isa, layout->format, layout->bf16_inputs);
-    size_t x_stride = round_up(input_bytes(choice.x_kind, hidden), 64);
-    size_t middle_stride = round_up(input_bytes(choice.x_kind, width), 64);
+    size_t beyond = layout->tile ? FL_PAD : 0; /* the last tile may end anywhere: its chunks reach into zeros */
+    size_t x_stride = round_up(input_bytes(choice.x_kind, hidden + beyond), 64);
+    size_t middle_stride = round_up(input_bytes(choice.x_kind, width + beyond), 64);
     if (copy_plan(job, work)) return -2;
     if (ensure(&job->x, &job->x_room, x_stride * (size_t)work->tokens)) return -2;
     if (ensure(&job->middle, &job->middle_room, middle_stride * (size_t)job->pairs)) return -2;
@@ -172,9 +174,27 @@ static matrix part(const fl_job *job, int expert, int down) {
     const uint8_t *block = job->blocks[expert];
     int64_t scale = down ? l->down_scale : l->gate_up_scale, bias = down ? l->down_bias : l->gate_up_bias;
     size_t k = (size_t)(down ? l->width : l->hidden);
+    size_t tile = (size_t)l->tile, tiles = tile ? (k + tile - 1) / tile : 0;
+    size_t scales = l->format == FL_MXFP4 ? (k + 31) / 32 : 4 * tiles;
     return (matrix){block + (down ? l->down : l->gate_up), scale < 0 ? block : block + scale,
-                    bias < 0 ? NULL : block + bias, k, row_bytes(l->format, k),
-                    l->format == FL_MXFP4 ? (k + 31) / 32 : 0};
+                    bias < 0 ? NULL : block + bias, k, row_bytes(l->format, k), scales};
+}
+
+/* Dot products over one tile of columns after the other, each scaled. */
+static void tiled(const fl_job *job, const matrix *m, const uint8_t *const *weights, const uint8_t *const *scales,
+                  int rows, const void *const *x, int tokens, float out[FL_ROWS][FL_TOKENS]) {
+    size_t tile = (size_t)job->layout.tile;
+    memset(out, 0, sizeof(float) * FL_ROWS * FL_TOKENS);
+    for (size_t at = 0; at < m->k; at += tile) {
+        const uint8_t *part[FL_ROWS] = {0};
+        const void *inputs[FL_TOKENS] = {0};
+        float found[FL_ROWS][FL_TOKENS];
+        for (int r = 0; r < rows; r++) part[r] = weights[r] + at;
+        for (int t = 0; t < tokens; t++) inputs[t] = (const float *)x[t] + at;
+        job->choice.run(part, scales, rows, inputs, tokens, m->k - at < tile ? m->k - at : tile, found);
+        for (int r = 0; r < rows; r++)
+            for (int t = 0; t < tokens; t++) out[r][t] += found[r][t] * ((const float *)scales[r])[at / tile];
+    }
 }
 
 /* Dot products of some rows with some tokens, row scales and biases applied. */
@@ -185,10 +205,14 @@ static void dots(const fl_job *job, const matrix *m, const int *row, int rows, c
         weights[r] = m->weights + (size_t)row[r] * m->stride;
         scales[r] = m->scales + (size_t)row[r] * m->scale_stride;
     }
-    job->choice.run(weights, scales, rows, x, tokens, m->k, out);
     int format = job->layout.format, scaled = format == FL_INT8 || format == FL_FP8;
+    if (format == FL_FP8_TILE)
+        tiled(job, m, weights, scales, rows, x, tokens, out);
+    else
+        job->choice.run(weights, scales, rows, x, tokens, m->k, out);
+    float unit = format == FL_FP8 || format == FL_FP8_TILE ? 256.0f : 1.0f; /* what load_fp8 leaves out */
     for (int r = 0; r < rows; r++) {
-        float scale = scaled ? ((const float *)m->scales)[row[r]] * (format == FL_FP8 ? 256.0f : 1.0f) : 1.0f;
+        float scale = unit * (scaled ? ((const float *)m->scales)[row[r]] : 1.0f);
         float bias = !m->biases            ? 0.0f
                      : format == FL_BF16 ? from_bf16(((const uint16_t *)m->biases)[row[r]])
                                          : ((const float *)m->biases)[row[r]];

@@ -8,6 +8,8 @@ from torch import Tensor
 from foreload.backend.cuda.kernels.layout import BlockLayout, Format, Part
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
+DTYPES["fp8_tile"] = DTYPES["fp8"]
+TILE = 48
 
 
 def row_bytes(format_: Format, columns: int) -> int:
@@ -29,7 +31,9 @@ def any_layout(
     wide, tall = row_bytes(format_, hidden), row_bytes(format_, width)
     both, last = take(2 * width, wide), take(hidden, tall)
     stride, second = (2 * wide, wide) if interleaved else (wide, width * wide)
-    scale = {"fp8": (4, 4), "int8": (4, 4), "mxfp4": (hidden // 32, width // 32)}.get(format_, (0, 0))
+    tiles = (4 * -(-hidden // TILE), 4 * -(-width // TILE))
+    sizes = {"fp8": (4, 4), "int8": (4, 4), "mxfp4": (hidden // 32, width // 32), "fp8_tile": tiles}
+    scale = sizes.get(format_, (0, 0))
     scales = (take(2 * width, scale[0]), take(hidden, scale[1])) if scale[0] else (-1, -1)
     bias = (take(2 * width, 4), take(hidden, 4)) if biases else (-1, -1)
     pace = 2 if interleaved else 1
@@ -46,6 +50,7 @@ def any_layout(
         Part(both + second, stride, beside(scales[0], scale[0]), pace * scale[0], beside(bias[0], 4), 4 * pace),
         Part(last, tall, scales[1], scale[1], bias[1], 4),
         block_bytes=at,
+        tile=TILE if format_ == "fp8_tile" else 0,
         **fields,  # type: ignore[arg-type]
     )
 
@@ -74,11 +79,11 @@ def random_blocks(layout: BlockLayout, count: int, generator: torch.Generator) -
             elif layout.format == "int8":
                 put(block, part.at, part.stride, (weights * 40).clamp(-127, 127).to(torch.int8))
             else:
-                small = weights if layout.format == "fp8" else weights / 8
+                small = weights if layout.format in ("fp8", "fp8_tile") else weights / 8
                 put(block, part.at, part.stride, small.to(DTYPES[layout.format]))
-            if layout.format in ("fp8", "int8"):
-                scale = 0.125 if layout.format == "fp8" else 0.003
-                put(block, part.scales, part.scale_stride, scale * (0.5 + torch.rand(rows, 1, generator=generator)))
+            if layout.format in ("fp8", "int8", "fp8_tile"):
+                scale, tiles = 0.003 if layout.format == "int8" else 0.125, -(-columns // (layout.tile or columns))
+                put(block, part.scales, part.scale_stride, scale * (0.5 + torch.rand(rows, tiles, generator=generator)))
             if part.bias >= 0:
                 put(block, part.bias, part.bias_stride, torch.randn(rows, 1, generator=generator))
     return blocks

@@ -70,11 +70,12 @@ build("combine", experts.combine, "bffflb", K=8, HIDDEN=2048, COLS=1024, HOST=Tr
 build("stamp", hold.stamp, "l", 1)
 build("hold", hold.hold, "ll", 1)
 SIZE = 2880  # gpt-oss: no power of two
-for format_, halves in (("bfloat16", 4), ("float32", 8), ("fp8", 2), ("int8", 2), ("mxfp4", 1)):
+for format_, halves in (("bfloat16", 4), ("float32", 8), ("fp8", 2), ("int8", 2), ("mxfp4", 1), ("fp8_tile", 2)):
     row, packed = SIZE * halves // 2, halves <= 2
     block = {"ENTRY": 4, "HIDDEN": SIZE, "WIDTH": SIZE, "ALIGN": 16, "FORMAT": format_, "STRIDE": row, "BIAS_BYTES": 4}
     scales = 3 * SIZE * row if packed else -1
-    block |= {"SCALE_STRIDE": 90 if format_ == "mxfp4" else 4, "BIAS_STRIDE": 8}
+    block |= {"SCALE_STRIDE": {"mxfp4": 90, "fp8_tile": 92}.get(format_, 4), "BIAS_STRIDE": 8}
+    block |= {"TILE": 128 if format_ == "fp8_tile" else 0}
     both = {
         "GATE": 0,
         "UP": SIZE * row,
