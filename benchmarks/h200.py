@@ -1,11 +1,12 @@
-"""What must be known of the GPU path first, in one command that fits ten minutes on one GPU.
+"""Benchmarks of one GPU in one command with a time limit.
 
-    python -m benchmarks.h200 --out DIR --minutes 9 [--device cuda] [--model shape:qwen3-30b-a3b]
+    python -m benchmarks.h200 --out DIR --minutes 9 [--parts profile:70,decode:100,validate] [--trace topo=FILE ...]
+        [--device cuda] [--model shape:qwen3-30b-a3b] [--context 2048]
 
-Parts, in order: kernels (their tests, compiled), exactness (bit-identity with poison and delays, on `mini`), host (the
-host's time per layer-step and the device's per step, all experts resident), decode (the first table). Each part is
-written to DIR/h200.json when it ends; one that fails is reported there and the next one runs. A part does not begin
-without the time it needs.
+Parts: kernels (their tests, compiled) and exactness (bit-identity with poison and delays, on `mini`) by themselves; the
+others are `on_engine` of the benchmark of that name, all on one engine that is opened once. A number is the seconds a
+part may take; the last without one has what is left. Each part is written to DIR/h200.json when it ends; one that fails
+is reported there and the next one runs.
 """
 
 from __future__ import annotations
@@ -16,26 +17,45 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 
-from benchmarks import decode, gpu_loop
-from foreload.backend.cuda.forward import FastForward
+from benchmarks import (
+    decode,
+    gpu_loop,
+    profile_h200,
+    spac_h200,
+    tuned_h200,
+    union_h200,
+    validate_h200,
+    whatif_h200,
+)
 from foreload.backend.engine import Engine, EngineOptions
 from foreload.backend.models.checkpoint import Checkpoint
-from foreload.backend.observe import Marks, NoMarks
-from foreload.backend.replay import Replay
+from foreload.errors import UsageError
 from foreload.files import write_json
 from foreload.machine import machine_name, software
 from foreload.settings import Settings
+from foreload.traces.io import read_trace
+from foreload.traces.schema import Trace
 
-CONTEXT, STEPS = 1024, 24
-LEAST_S = {"kernels": 20, "exactness": 20, "host": 60, "decode": 90}
+STEPS = 512
+LEAST_S = 10
 """Seconds that must be left for a part to begin."""
+DEFAULT = "kernels:80,exactness:70,profile:70,decode:120,validate:120,tuned"
+Shared = Callable[[Engine, Mapping[str, Trace], float, Path], dict[str, Any]]
+SHARED: dict[str, Shared] = {
+    "profile": profile_h200.on_engine,
+    "decode": decode.on_engine,
+    "validate": validate_h200.on_engine,
+    "tuned": tuned_h200.on_engine,
+    "union": union_h200.on_engine,
+    "spac": spac_h200.on_engine,
+    "whatif": whatif_h200.on_engine,
+}
 
 
 def kernels(given: argparse.Namespace, left_s: float) -> dict[str, Any]:
@@ -52,8 +72,7 @@ def kernels(given: argparse.Namespace, left_s: float) -> dict[str, Any]:
 
 def exactness(given: argparse.Namespace, left_s: float) -> dict[str, Any]:
     """Every fetch-only setting against fully resident, on the engine's default path."""
-    found = gpu_loop.exactness(given.device)
-    rows = found["rows"]
+    rows = gpu_loop.exactness(given.device)["rows"]
     return {
         "settings": len(rows),
         "bit_identical": sum(row["bit_identical"] for row in rows),
@@ -62,51 +81,55 @@ def exactness(given: argparse.Namespace, left_s: float) -> dict[str, Any]:
     }
 
 
-def host(given: argparse.Namespace, left_s: float) -> dict[str, Any]:
-    """All hits with a host decision per layer (experts that are never routed to stay absent), and the device's time.
-
-    `host_us`: where the host's time goes, `device_us`: each graph alone, `whole` being the step of one launch.
-    """
-    checkpoint = given.checkpoint or Checkpoint.open(given.model)
-    options = EngineOptions(device=given.device, context_tokens=CONTEXT + 4 * STEPS)
-    trace = decode.workload(checkpoint.shape, STEPS)
-    with Engine(checkpoint, options, Settings(cache_ratio=1.0)) as engine:
-        recorded, request = Replay(trace, engine.shape, engine.device), 0
-        engine.replay(recorded, request, context=CONTEXT)  # every expert of the recording is resident afterwards
-        per_layer, spans = [], Marks()
-        for turn in range(4):
-            engine.forward.marks = spans if turn == 3 else NoMarks()
-            done = engine.replay(recorded, request, context=CONTEXT)
-            per_layer.append(done.tpot_ms)
-        engine.forward.marks = NoMarks()
-        found: dict[str, Any] = {"path": engine.path, "host_decision_tpot_ms": median(per_layer[:3])}
-        found["host_us"] = _by_kind(spans, engine)
-        if isinstance(engine.forward, FastForward):
-            found["device_us"] = engine.forward.step_times(1)
-        return found
+ALONE: dict[str, Callable[[argparse.Namespace, float], dict[str, Any]]] = {"kernels": kernels, "exactness": exactness}
 
 
-def _by_kind(spans: Marks, engine: Engine) -> dict[str, float]:
-    """Mean microseconds per layer-step of the host's blocks (`route` waits for the device)."""
-    total: dict[str, float] = {}
-    for kind, _, _, begun, done in spans.spans:
-        total[kind] = total.get(kind, 0.0) + (done - begun) / 1e3
-    return {kind: value / (STEPS * engine.shape.n_moe_layers) for kind, value in total.items()}
+class Bench:
+    """The engine of the shared parts and what it replays, opened when the first of them begins."""
+
+    def __init__(self, given: argparse.Namespace, checkpoint: Checkpoint | None) -> None:
+        self._given, self._checkpoint = given, checkpoint
+        self._engine: Engine | None = None
+        self._routing: dict[str, Trace] = {}
+
+    def open(self) -> Engine:
+        """The engine, made on the first call."""
+        given = self._given
+        if self._engine is None:
+            model = self._checkpoint or Checkpoint.open(given.model)
+            self._routing = {name: read_trace(path) for name, path in given.trace}
+            self._routing.setdefault("qwen3", decode.workload(model.shape, STEPS))
+            self._routing.setdefault("topo", self._routing["qwen3"])
+            options = EngineOptions(device=given.device, context_tokens=given.context)
+            self._engine = Engine(model, options, Settings(cache_ratio=0.0))
+        return self._engine
+
+    def run(self, part: Shared, until: float) -> dict[str, Any]:
+        """One part. What it measured is in its own files; only its scalars are repeated."""
+        found = part(self.open(), self._routing, until, self._given.out)
+        return {key: value for key, value in found.items() if not isinstance(value, list | dict)}
+
+    def close(self) -> None:
+        """Let the engine go."""
+        if self._engine is not None:
+            self._engine.close()
 
 
-def table(given: argparse.Namespace, left_s: float) -> dict[str, Any]:
-    """The first decode table."""
-    flags = ["--model", given.model, "--device", given.device, "--out", str(given.out), "--steps", str(STEPS)]
-    flags += ["--repeats", "2", "--contexts", str(CONTEXT), "--ratios", "0.25", "--sections", "no-cache,cached"]
-    return decode.main(flags, given.checkpoint)
+def parts(text: str) -> list[tuple[str, float | None]]:
+    """`name:seconds,name` as pairs; UsageError for a name that is none."""
+    found: list[tuple[str, float | None]] = []
+    for one in text.split(","):
+        name, _, seconds = one.partition(":")
+        if name not in {*ALONE, *SHARED}:
+            raise UsageError(f"--parts: {name!r} is none of {', '.join([*ALONE, *SHARED])}")
+        found.append((name, float(seconds) if seconds else None))
+    return found
 
 
-PARTS: dict[str, Callable[[argparse.Namespace, float], dict[str, Any]]] = {
-    "kernels": kernels,
-    "exactness": exactness,
-    "host": host,
-    "decode": table,
-}
+def named(text: str) -> tuple[str, Path]:
+    """`name=file` as a pair."""
+    name, _, path = text.partition("=")
+    return name, Path(path)
 
 
 def main(args: Sequence[str] | None = None, checkpoint: Checkpoint | None = None) -> dict[str, Any]:
@@ -116,9 +139,11 @@ def main(args: Sequence[str] | None = None, checkpoint: Checkpoint | None = None
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--model", default="shape:qwen3-30b-a3b")
-    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--trace", type=named, action="append", default=[], help="topo=FILE, or another name")
+    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--parts", default=DEFAULT)
     given = parser.parse_args(args)
-    given.checkpoint = checkpoint
+    given.out.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + given.minutes * 60
     found: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -126,18 +151,26 @@ def main(args: Sequence[str] | None = None, checkpoint: Checkpoint | None = None
         "machine": machine_name(),
         "software": software(),
     }
-    for name in given.parts.split(","):
-        left_s, begun = until - time.monotonic(), time.monotonic()
-        if left_s < LEAST_S[name]:
-            found[name] = {"skipped": f"{left_s:.0f} s left, {LEAST_S[name]} s are needed"}
+    bench = Bench(given, checkpoint)
+    for name, seconds in parts(given.parts):
+        if name in SHARED and "opened_s" not in found:
+            begun = time.monotonic()
+            bench.open()
+            found["opened_s"] = time.monotonic() - begun
+            print(f"engine open after {found['opened_s']:.0f} s", flush=True)
+        begun = time.monotonic()
+        end = until if seconds is None else min(until, begun + seconds)
+        if end - begun < LEAST_S:
+            found[name] = {"skipped": f"{end - begun:.0f} s left, {LEAST_S} s are needed"}
         else:
             try:
-                found[name] = PARTS[name](given, left_s)
+                found[name] = ALONE[name](given, end - begun) if name in ALONE else bench.run(SHARED[name], end)
             except Exception as error:  # a part that fails must not cost the others
                 found[name] = {"failed": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()[-3000:]}
             found[name]["seconds"] = time.monotonic() - begun
         write_json(given.out / "h200.json", found)
-        print(name, {k: v for k, v in found[name].items() if k not in ("trace", "rows", "software")}, flush=True)
+        print(name, {k: v for k, v in found[name].items() if k not in ("trace", "software")}, flush=True)
+    bench.close()
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from benchmarks.decode import main, on_engine, workload
 from benchmarks.decode_rows import bars
 from foreload.backend.engine import Engine, EngineOptions
 from foreload.backend.models.checkpoint import Checkpoint
+from foreload.errors import UsageError
 from foreload.settings import Settings
+from foreload.traces.schema import Trace
 
 SMALL = {
     "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -147,15 +150,21 @@ def test_driver_goes_on_after_a_part_that_fails(tmp_path: Path, monkeypatch: pyt
     def broken(*_: object) -> dict[str, object]:
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setitem(h200.PARTS, "kernels", broken)
-    monkeypatch.setattr(h200, "CONTEXT", 16)
+    def engines(engine: Engine, routing: Mapping[str, Trace], until: float, out: Path) -> dict[str, object]:
+        return {"engine": id(engine), "path": engine.path, "routing": ", ".join(sorted(routing)), "rows": [1]}
+
+    monkeypatch.setitem(h200.ALONE, "kernels", broken)
+    monkeypatch.setitem(h200.SHARED, "union", engines)
+    monkeypatch.setitem(h200.SHARED, "spac", engines)
     monkeypatch.setattr(h200, "STEPS", 6)
-    flags = ["--device", "cpu", "--out", str(tmp_path), "--parts", "kernels,host,exactness"]
-    monkeypatch.setitem(h200.LEAST_S, "exactness", 10_000)
+    flags = ["--device", "cpu", "--out", str(tmp_path), "--parts", "kernels,union:60,spac,exactness:9"]
     found = h200.main(flags, Checkpoint.random("qwen3-30b-a3b", **SMALL))
     assert found["kernels"]["failed"] == "RuntimeError: no such kernel"
-    assert found["host"]["path"] == "eager (device cpu)"
-    assert found["host"]["host_decision_tpot_ms"] > 0
-    assert {"route", "plan", "experts_gpu"} <= set(found["host"]["host_us"])
-    assert "10000 s are needed" in found["exactness"]["skipped"]
+    assert found["union"]["path"] == "eager (device cpu)"
+    assert found["union"]["routing"] == "qwen3, topo"
+    assert found["union"]["engine"] == found["spac"]["engine"]
+    assert "rows" not in found["spac"]
+    assert "10 s are needed" in found["exactness"]["skipped"]
+    with pytest.raises(UsageError, match="'prefill' is none of kernels"):
+        h200.main([*flags[:-1], "prefill"])
     assert json.loads((tmp_path / "h200.json").read_text()).keys() == found.keys()
