@@ -71,7 +71,8 @@ def measure_rates(engine: Engine) -> Rates:
             engine.cpu.spans = []
             for at in range(4):
                 copied += bench.copy_times(at % layers, absent, list(range(n)))
-            beside[n] = round(median(done - begun for _, _, begun, done in engine.cpu.spans))
+            company = [done - begun for _, _, begun, done in engine.cpu.spans]  # none where copies were over first
+            beside[n] = round(median(company or [alone[n]]))
     finally:
         engine.cpu.spans = None
         bench.close()
