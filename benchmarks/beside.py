@@ -66,7 +66,7 @@ def find_costs(engine: Engine, out: Path) -> CostModel | None:
         rates = measure_rates(engine).costs(engine)
         engine.use_costs(lambda _: rates)
         return None
-    costs = CostModel(HardwareProfile.load(path), engine.shape, engine.dtype_name)
+    costs = CostModel(HardwareProfile.load(path), engine.shape, engine.dtype_name, replayed=True)
     engine.use_costs(lambda wanted: split_costs(costs, engine.shape, wanted))
     return costs
 
@@ -200,7 +200,7 @@ def _counted(one: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
 def costs_of(path: Path) -> CostModel:
     """The cost model of a profile, for the shape and type it was measured with."""
     profile = HardwareProfile.load(path)
-    return CostModel(profile, ModelShape.from_fields(profile.meta.shape), profile.meta.dtype)
+    return CostModel(profile, ModelShape.from_fields(profile.meta.shape), profile.meta.dtype, replayed=True)
 
 
 def simulated(one: Mapping[str, Any], workload: Workload, costs: CostModel) -> dict[str, Any]:

@@ -158,7 +158,7 @@ def compared(cell: Cell, expert_bytes: int) -> Comparison:
 def validate(engine: Engine, routing: Mapping[str, Trace], out: Path, wanted: Wanted) -> dict[str, Any]:
     """Predict, measure, write; returns the summary."""
     trace, profile = routing_of(routing), profile_of(engine, out)
-    costs, works = CostModel(profile, engine.shape), works_of(trace, engine, wanted)
+    costs, works = CostModel(profile, engine.shape, replayed=True), works_of(trace, engine, wanted)
     begun = time.monotonic()
     cells, refused = predicted_cells(fitting(engine, trials(costs.cpu_threads or (1,))), works, costs)
     found: dict[str, Any] = {

@@ -103,17 +103,17 @@ def machines(
     engine: Engine, profile: HardwareProfile, works: Mapping[int, Workload], rates: Sequence[float]
 ) -> list[Machine]:
     """The slower links and the fewer threads, with everything predicted; rates in GB/s."""
-    costs = CostModel(profile, engine.shape)
+    costs = CostModel(profile, engine.shape, replayed=True)
     most = max(costs.cpu_threads, default=1)
     found = []
     for rate in rates:
         link = int(rate * 1e9)
-        other = CostModel(assume(profile, link, None, None).profile, engine.shape)
+        other = CostModel(assume(profile, link, None, None).profile, engine.shape, replayed=True)
         cells, refused = predicted_cells(fitting(engine, _trials(OF_LINK, most)), works, other)
         found.append(Machine(f"link {rate:g} GB/s", {"link_gb_per_s": rate}, cells, refused, link))
     for threads in sorted({n for n in THREADS if n in costs.cpu_threads} or set(costs.cpu_threads[:1]), reverse=True):
         scale = cpu_scale(costs, threads, most)
-        other = CostModel(assume(profile, None, scale, None).profile, engine.shape)
+        other = CostModel(assume(profile, None, scale, None).profile, engine.shape, replayed=True)
         cells, refused = predicted_cells(fitting(engine, _trials(OF_CPU, most)), works, other)
         direct = {}
         for cell in cells:  # the same settings on the threads themselves, as the engine will run them
@@ -140,7 +140,7 @@ class Played:
 
     def __init__(self, engine: Engine, profile: HardwareProfile, works: Mapping[int, Workload], until: float) -> None:
         self._engine, self._until = engine, until
-        self._bench = Bench(engine, works, CostModel(profile, engine.shape))
+        self._bench = Bench(engine, works, CostModel(profile, engine.shape, replayed=True))
         self.left_out: list[str] = []
 
     def turn(self, machine: Machine, number: int, until: float) -> None:

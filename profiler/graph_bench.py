@@ -21,6 +21,8 @@ from foreload.backend.experts.transfer import CopySpan
 from foreload.backend.observe import Marks, NoMarks
 from foreload.backend.policy.window import Demand, demand_of
 from foreload.backend.sampling import Sampler, Sampling
+from foreload.backend.speculate.accept import judge
+from foreload.backend.speculate.base import Proposal
 from foreload.errors import InternalError
 from foreload.profiler.bench import Bench, Stage
 from foreload.settings import Settings
@@ -130,7 +132,7 @@ class GraphBench(Bench):
             begun = time.perf_counter_ns()
             logits = self.forward.decode([0] * rows, position)
             decoded = time.perf_counter_ns()
-            self._sampler.draw(logits[-1])
+            judge(self._sampler, logits, Proposal([0] * (rows - 1)))
             done = time.perf_counter_ns()
         marks, self.forward.marks = self.forward.marks, NoMarks()
         return self._times(marks, begun, decoded, done)

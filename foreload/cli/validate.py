@@ -86,7 +86,7 @@ def _open(
     meta = inputs.profile.meta
     longest = int(inputs.trace.position.max(initial=0)) + 2
     link = None if meta.emulated_link_bytes_per_s is None else str(meta.emulated_link_bytes_per_s)
-    options = engine_options(device, meta.dtype, vram, link, longest, eager=True)  # as profiles are measured
+    options = engine_options(device, meta.dtype, vram, link, longest, eager=meta.path == "eager")  # as it was profiled
     return open_engine(model, options, Settings(cache_ratio=0.0), profile, output, warm)
 
 
