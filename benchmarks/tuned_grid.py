@@ -74,7 +74,7 @@ class Inputs:
     def costs(self, budget: Budget) -> CostModel:
         """Of the profiled machine with the budget's link."""
         profile = self.profile if budget.link is None else assume(self.profile, budget.link, None, None).profile
-        return CostModel(profile, self.trace.meta.model_shape(), profile.meta.dtype)
+        return CostModel(profile, self.trace.meta.model_shape(), profile.meta.dtype, replayed=True)
 
     def slots(self, budget: Budget) -> int:
         """What the default may use at that cache size, staging included."""
