@@ -26,6 +26,7 @@ import torch
 from benchmarks import (
     decode,
     gpu_loop,
+    kernel_times,
     profile_h200,
     spac_h200,
     tuned_h200,
@@ -49,6 +50,7 @@ DEFAULT = "kernels:80,exactness:70,profile:70,decode:120,validate:120,tuned"
 Shared = Callable[[Engine, Mapping[str, Trace], float, Path], dict[str, Any]]
 SHARED: dict[str, Shared] = {
     "profile": profile_h200.on_engine,
+    "kernel_times": kernel_times.on_engine,
     "decode": decode.on_engine,
     "validate": validate_h200.on_engine,
     "tuned": tuned_h200.on_engine,
