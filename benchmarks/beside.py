@@ -30,7 +30,7 @@ from foreload.machine import cpu_name, machine_name, software
 from foreload.profiler.schema import HardwareProfile
 from foreload.settings import Settings
 from foreload.shape import ModelShape
-from foreload.simulator.compiled import simulate
+from foreload.simulator.compiled import host, simulate
 from foreload.simulator.costs import CostModel, split_costs
 
 PROFILE = "profile-h200-qwen3-30b-a3b.json"
@@ -173,6 +173,11 @@ def row(cell: Cell, engine: Engine) -> dict[str, Any]:
         "cpu_bytes_per_token": counted["on_cpu"] * engine.expert_bytes / tokens,
         "runs": cell.runs,
     }
+
+
+def simulator_ready() -> bool:
+    """Whether the simulator is compiled in this process: a first call takes a minute where it is in no cache."""
+    return len(getattr(host.decode, "signatures", "plain Python")) > 0
 
 
 def simulate_rows(

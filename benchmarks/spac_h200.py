@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.beside import Beside, Cell, costs_of, find_costs, provenance, row, simulate_rows
+from benchmarks.beside import Beside, Cell, costs_of, find_costs, provenance, row, simulate_rows, simulator_ready
 from benchmarks.opened import add_engine_flags, opened
 from benchmarks.workloads import Workload, recorded_windows
 from foreload.backend.engine import Engine
@@ -104,8 +104,11 @@ def plan(
 
 
 def on_engine(engine: Engine, routing: Mapping[str, Trace], until: float, out: Path) -> dict[str, Any]:
-    """All rows on an open engine until a time on the monotonic clock; also in `out`/spac-h200.json after each round."""
-    return measure(engine, routing["topo"], SAMPLES, until, out)
+    """All rows on an open engine until a time on the monotonic clock; also in `out`/spac-h200.json after each round.
+
+    Rows are simulated if that takes no compiling; else --simulate does it.
+    """
+    return measure(engine, routing["topo"], SAMPLES, until, out, simulate=simulator_ready())
 
 
 def measure(
@@ -119,6 +122,7 @@ def measure(
     lengths: Sequence[int] = LENGTHS,
     warm: int = WARM,
     tokens: int = TOKENS,
+    simulate: bool = True,
 ) -> dict[str, Any]:
     """See `on_engine`. `samples`: a folder that may hold recordings of verify windows."""
     costs = find_costs(engine, out)
@@ -139,7 +143,7 @@ def measure(
         for group in groups:
             beside.round(group)
             keep()
-    if costs is not None:
+    if costs is not None and simulate:
         simulate_rows(found["rows"], workloads, costs, until)
         compare(found["rows"])
         write_json(out / FILE, found)

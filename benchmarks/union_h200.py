@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.beside import Beside, Cell, costs_of, find_costs, provenance, row, simulate_rows
+from benchmarks.beside import Beside, Cell, costs_of, find_costs, provenance, row, simulate_rows, simulator_ready
 from benchmarks.opened import add_engine_flags, opened
 from benchmarks.union_tables import markdown
 from benchmarks.union_tuned import read_tuned, tune_all, write_tuned
@@ -75,9 +75,9 @@ def on_engine(engine: Engine, routing: Mapping[str, Trace], until: float, out: P
     """All rows on an open engine until a time on the monotonic clock; also in `out`/union-h200.json after each round.
 
     Tuned settings are those in `out`/union-tuned.json; without it they are searched first, for as long as a quarter of
-    the time.
+    the time. Rows are simulated, and settings searched, if that takes no compiling; else --simulate and --tune do it.
     """
-    return measure(engine, routing, until, out)
+    return measure(engine, routing, until, out, simulate=simulator_ready())
 
 
 def measure(
@@ -89,13 +89,14 @@ def measure(
     context: int = CONTEXT,
     warm: int = WARM,
     tokens: int = TOKENS,
+    simulate: bool = True,
 ) -> dict[str, Any]:
     """See `on_engine`."""
     costs, begun = find_costs(engine, out), time.monotonic()
     threads = costs.cpu_threads[-1] if costs is not None and costs.cpu_threads else max(1, cores() - 1)
     workloads = workloads_of(routing, engine.shape, warm, tokens)
     tuned = read_tuned(out / TUNED) if (out / TUNED).exists() else {}
-    if costs is not None and not tuned:
+    if costs is not None and simulate and not tuned:
         tuned = tune_all(costs, workloads, ratios, min(TUNE_S, (until - begun) / 4))
     groups = [plan(engine.shape, one.name, threads, ratios, tuned.get(one.name, {}), context) for one in workloads]
     beside = Beside(engine, workloads, begun + SHARE * (until - begun))
@@ -106,7 +107,7 @@ def measure(
                 beside.round(group)
                 found["rows"] = [row(cell, engine) for one in groups for several in one for cell in several]
                 write_json(out / FILE, found)
-    if costs is not None:
+    if costs is not None and simulate:
         found["bounds"] = all_bounds(workloads, costs, ratios, context)
         simulate_rows(found["rows"], workloads, costs, until)
         write_json(out / FILE, found)
