@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -10,9 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from foreload.backend.cuda.forward import FastForward
+from foreload.backend.cuda.kernels.layout import kernel_layout
+from foreload.backend.cuda.kernels.ops import ExpertBuffers, Ops, check_layout
 from foreload.backend.experts.blocks import BlockCodec, ExpertViews, run_expert
 from foreload.backend.experts.cpu import make_cpu_experts
 from foreload.backend.experts.pool import SlotPool
+from foreload.errors import UsageError
 from foreload.formats import FORMATS, BlockLayout, PackedFormat, block_layout
 from foreload.profiler.bench import Bench
 from foreload.profiler.schema import Measurement
@@ -76,20 +81,51 @@ def _on_device(bench: Bench, scratch: ScratchExperts, rounds: int, seconds: floa
     pool.grow(min(scratch.shape.experts, 4 * k))
     for slot in range(len(pool)):
         pool.slot(slot).copy_(scratch.blocks[slot])
-    x = bench.hidden()
-    out = torch.empty(k, bench.shape.hidden, device=device, dtype=x.dtype)
+    forward, block = bench.engine.forward, _one_by_one(bench, pool)
+    if isinstance(forward, FastForward):
+        with suppress(UsageError):  # experts that kernels cannot read run one by one there, too
+            block = _grouped(bench, scratch, pool, forward.ops)
+    for count in range(1, k + 1):
+        samples = host_samples(block(count), rounds, device, seconds)
+        gpu_us = gpu_microseconds(block(count), rounds, device)
+        yield summarise("gpu_format", samples, gpu_us, experts=count, format=FORMATS.index(scratch.codec.layout.format))
 
-    def block(count: int) -> Callable[[int], object]:
+
+Block = Callable[[int], object]
+"""Runs experts, others at every turn."""
+
+
+def _one_by_one(bench: Bench, pool: SlotPool) -> Callable[[int], Block]:
+    """So many experts as the eager path runs them."""
+    x = bench.hidden()
+    out = torch.empty(bench.shape.top_k, bench.shape.hidden, device=x.device, dtype=x.dtype)
+
+    def block(count: int) -> Block:
         def run(i: int) -> None:
             for n in range(count):
                 out[n].copy_(run_expert(x, *pool.views((i * count + n) % len(pool), 0))[0])
 
         return run
 
-    for count in range(1, k + 1):
-        samples = host_samples(block(count), rounds, device, seconds)
-        gpu_us = gpu_microseconds(block(count), rounds, device)
-        yield summarise("gpu_format", samples, gpu_us, experts=count, format=FORMATS.index(scratch.codec.layout.format))
+    return block
+
+
+def _grouped(bench: Bench, scratch: ScratchExperts, pool: SlotPool, ops: Ops) -> Callable[[int], Block]:
+    """So many experts as graphs run them: one plan, whose other entries are empty."""
+    k, x, layout = bench.shape.top_k, bench.hidden(), kernel_layout(scratch.codec.layout, bench.shape)
+    check_layout(layout)
+    base = ExpertBuffers.on(x.device, layout, k)
+    base.listed.copy_(torch.arange(k))
+
+    def block(count: int) -> Block:
+        plans = []
+        for turn in range(len(pool) // count):
+            entries = [(pool.slot(turn * count + n).data_ptr(), n, 1, 0) for n in range(count)]
+            plan = torch.tensor(entries + [(0, 0, 0, 0)] * (k - count), dtype=torch.int64, device=x.device)
+            plans.append(base.with_plan(plan, base.listed, base.plan_mirror))
+        return lambda i: ops.experts(layout, k, x, plans[i % len(plans)])
+
+    return block
 
 
 def _on_cpu(bench: Bench, scratch: ScratchExperts, rounds: int, threads: int, seconds: float) -> Iterator[Measurement]:

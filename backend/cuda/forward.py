@@ -79,6 +79,11 @@ class FastForward(Forward):
         self._resident_at: NDArray[np.int32] | None = None  # slots that the device's table of addresses shows
         self._stopwatch: CapturedStopwatch | None = None
 
+    @property
+    def ops(self) -> Ops:
+        """The kernels that graphs are made of."""
+        return self._parts.ops
+
     # Graphs
 
     def prepare(self, rows: Sequence[int]) -> None:
