@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -10,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreload.backend.experts.batch import Batch
+from foreload.backend.experts.batch import Batch, Chunk
 from foreload.backend.experts.blocks import run_expert
 from foreload.backend.experts.cpu import CpuExperts
 from foreload.backend.experts.link import Order
@@ -19,7 +20,7 @@ from foreload.backend.experts.slab import HostSlab
 from foreload.backend.experts.transfer import Copies
 from foreload.backend.models.decoder import Decoder
 from foreload.backend.observe import Marks, NoMarks, Observer, RouteLog
-from foreload.backend.policy.state import DECODE, KEPT, N_FREE, PREFILL
+from foreload.backend.policy.state import ABSENT, DECODE, KEPT, N_FREE, PREFILL
 from foreload.backend.policy.step import ACT_CPU, ACT_FETCH, ACT_HIT, ACT_LATE
 from foreload.backend.policy.window import Demand, demand_of
 from foreload.backend.predict.lens import Lens, Seen
@@ -56,6 +57,7 @@ class Forward:
         self._log: RouteLog | None = None  # of a decode step whose verdict is not known yet
         self._open: tuple[int, list[int]] | None = None  # layer-step begun and not finished, and its copies
         self._poisoned: set[int] | None = set() if poison else None
+        self._early: list[int] = []  # experts copied for the next layer of a prompt before it was routed, in order
 
     @contextmanager
     def watched(self, observer: Observer | None) -> Iterator[None]:
@@ -199,7 +201,7 @@ class Forward:
     def _key(self, at: int, expert: int) -> int:
         return at * self._shape.experts + expert
 
-    def _run_slot(self, at: int, expert: int, batch: Batch, i: int) -> int:
+    def _run_slot(self, at: int, expert: int, batch: Batch | Chunk, i: int) -> int:
         """Run a resident expert, the i-th of the batch; returns its slot."""
         slot = self._brain.slot(at, expert)
         batch.store(i, run_expert(batch.input(i), *self._pool.views(slot, at)))
@@ -248,45 +250,79 @@ class Forward:
             ids, weights = decoder.route(at, h)
             if lens is not None:
                 ids, weights = lens.route(Seen(at, r, h, ids, weights))
-            routed = ids.cpu().numpy()
-            batch = self._prefill_experts(at, routed, h, last)
+            batch = Chunk(h, ids, shape.experts)
+            self._prefill_experts(at, batch, last)
             shared = decoder.shared(at, h)
             x = r + batch.reduce(weights, shared)
             if lens is not None:
                 lens.ran(at, ids, batch.outputs, shared)
             if log is not None:
-                log.experts[:, at] = routed
+                log.experts[:, at] = ids.cpu().numpy()
                 log.weights[:, at] = weights.cpu().numpy()
-        self._copies.phase = DECODE
+        if last:
+            self._copies.phase = DECODE
         if log is not None:
             log.close(schema.PREFILL, position, token_ids, len(token_ids))
         return decoder.finish(x, position)
 
-    def _prefill_experts(self, at: int, routed: NDArray[np.int64], h: Tensor, last: bool) -> Batch:
-        """Outputs of the experts of a chunk: residents first, then the others through staging, wave by wave."""
-        shape, demand = self._shape, demand_of(routed)
-        batch, places = Batch(h, demand), {expert: i for i, expert in enumerate(demand.experts.tolist())}
-        counts = np.zeros(shape.experts, np.int32)
-        counts[demand.experts] = demand.counts
+    def _prefill_experts(self, at: int, batch: Chunk, last: bool) -> None:
+        """Run the experts of a chunk: residents, then the others as they arrive through staging, wave by wave.
+
+        What fits beside the last of them is copied early for the next layer.
+        """
         with self._copies.lock:
-            target = self._brain.prefill_targets(at, counts, last)
-            resident = self._brain.state.status[at] == KEPT
-        used = [self._run_slot(at, expert, batch, i) for expert, i in places.items() if resident[expert]]
-        self._link.slot_used(used)
-        todo = [expert for expert in places if not resident[expert]][::-1]
-        waiting: set[int] = set()
-        while todo or waiting:
-            with self._copies.lock:
-                while todo and self._brain.prefill_fetch(at, todo[-1]):
-                    waiting.add(self._key(at, todo.pop()))
-                self._copies.kick()
+            target = self._brain.prefill_targets(at, batch.counts, last)
+            status = self._brain.state.status[at].copy()
+        here = [expert for expert in self._early if status[expert] not in (ABSENT, KEPT)]
+        absent = np.flatnonzero((batch.counts > 0) & (status == ABSENT))
+        queue = _ChunkQueue(here, absent.tolist(), self._next_early(at, batch, last))
+        self._queue_chunk(at, queue)
+        residents = np.flatnonzero((batch.counts > 0) & (status == KEPT)).tolist()
+        self._link.slot_used([self._run_slot(at, expert, batch, expert) for expert in residents])
+        waiting = {self._key(at, expert) for expert in queue.sent}
+        while waiting:
             key = self._copies.take_ready(waiting)
             waiting.remove(key)
-            expert = key % shape.experts
+            self._arrived_for_chunk(at, key % self._shape.experts, batch, target)
+            waiting |= {self._key(at, expert) for expert in self._queue_chunk(at, queue)}
+        self._early = queue.early
+
+    def _next_early(self, at: int, batch: Chunk, last: bool) -> tuple[int, list[int]]:
+        """The layer that comes after `at`, in this chunk or the next, and what is worth copying early for it."""
+        following = (at + 1) % self._shape.n_moe_layers
+        if following == at or (last and following < at):
+            return following, []
+        with self._copies.lock:
+            return following, self._brain.prefill_ahead(following, int(batch.counts.sum())).tolist()
+
+    def _queue_chunk(self, at: int, queue: _ChunkQueue) -> list[int]:
+        """Queue what staging has room for; returns the experts of layer `at` among it."""
+        sent = []
+        with self._copies.lock:
+            while queue.todo and self._brain.prefill_fetch(at, queue.todo[0]):
+                sent.append(queue.todo.popleft())
+            layer = queue.following
+            while not queue.todo and queue.ahead and self._brain.prefill_fetch(layer, queue.ahead[0], True):
+                queue.early.append(queue.ahead.popleft())
+            self._copies.kick()
+        queue.sent += sent
+        return sent
+
+    def _arrived_for_chunk(self, at: int, expert: int, batch: Chunk, target: NDArray[np.bool_]) -> None:
+        """Run an expert whose copy is issued, if the chunk demands it, and give its slot back once that is allowed."""
+        if batch.counts[expert]:
             self._link.when_landed(self._brain.slot(at, expert))
-            self._link.slot_used([self._run_slot(at, expert, batch, places[expert])])
-            self._copies.wait_landed([key])
-            with self._copies.lock:
-                self._brain.prefill_done(at, expert, target)
-                self._poison_free()
-        return batch
+            self._link.slot_used([self._run_slot(at, expert, batch, expert)])
+        self._copies.wait_landed([self._key(at, expert)])
+        with self._copies.lock:
+            self._brain.prefill_done(at, expert, target)
+            self._poison_free()
+
+
+class _ChunkQueue:
+    """Copies of one layer for a prompt chunk: `sent` and `todo` its own, `early` and `ahead` the following one's."""
+
+    def __init__(self, here: list[int], absent: list[int], following: tuple[int, list[int]]) -> None:
+        self.sent, self.todo = list(here), deque(absent)
+        self.following, self.ahead = following[0], deque(following[1])
+        self.early: list[int] = []

@@ -1,17 +1,20 @@
 """What the simulated engine does before it decodes: a warm start, and prompts.
 
-A prompt runs residents first, then the absent experts in waves through staging; so are a warm start's experts loaded.
+A prompt runs residents while the absent experts arrive in waves through staging, then those as they arrive; beside the
+last of them the next layer's are copied early. So are a warm start's experts loaded.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import simpy
 from numpy.typing import NDArray
 
-from foreload.backend.policy.state import DECODE, KEPT, PREFILL, WARM
+from foreload.backend.policy.state import ABSENT, DECODE, KEPT, LANDED, PREFILL, WARM
 from foreload.simulator.resources import Process
 from foreload.simulator.workload import Request
 
@@ -41,7 +44,7 @@ def warm_start(engine: EngineModel) -> Process:
 
 def prefill(engine: EngineModel, request: Request) -> Process:
     """Run the prompt in chunks of `prefill_chunk_tokens`; the last chunk fills the cache. Nothing without a prompt."""
-    size = engine.settings.prefill_chunk_tokens
+    size, early = engine.settings.prefill_chunk_tokens, deque[int]()
     engine.link.phase = PREFILL
     for start in range(0, len(request.prompt), size):
         chunk = request.prompt[start : start + size]
@@ -50,39 +53,52 @@ def prefill(engine: EngineModel, request: Request) -> Process:
         for layer in range(engine.shape.n_moe_layers):
             if last and engine.oracle is not None:
                 engine.oracle.before_prompt(engine.brain, request, layer)
-            yield from _layer(engine, chunk[:, layer], layer, last)
+            early = yield from _layer(engine, chunk[:, layer], layer, last, early)
         engine.device.block("head", engine.costs.cost("head"))
         yield from engine.device.sync()
     engine.link.phase = DECODE
 
 
-def _layer(engine: EngineModel, routed: NDArray[np.int32], layer: int, last: bool) -> Process:
-    """One layer on a chunk; routed [tokens, k]."""
+def _layer(
+    engine: EngineModel, routed: NDArray[np.int32], layer: int, last: bool, early: deque[int]
+) -> Generator[simpy.Event, Any, deque[int]]:
+    """One layer on a chunk; routed [tokens, k]. `early`: what was copied for it early; returns the same of the next."""
     counts = np.bincount(routed.ravel(), minlength=engine.shape.experts).astype(np.int32)
     engine.device.block("prefill_layer", engine.costs.cost("prefill_layer", len(routed)), layer)
     yield from engine.device.sync()
     target = engine.brain.prefill_targets(layer, counts, last)
-    resident = engine.brain.state.status[layer] == KEPT
-    for expert in np.flatnonzero((counts > 0) & resident).tolist():
-        _expert(engine, layer, expert, int(counts[expert]))
+    status = engine.brain.state.status[layer].copy()
+    waiting = deque(expert for expert in early if status[expert] not in (ABSENT, KEPT))
+    todo = deque(np.flatnonzero((counts > 0) & (status == ABSENT)).tolist())
+    following, early, ahead = (layer + 1) % engine.shape.n_moe_layers, deque[int](), deque[int]()
+    if following > layer or (following < layer and not last):
+        ahead += engine.brain.prefill_ahead(following, routed.size).tolist()
     engine.link.watch()
-    todo = deque(np.flatnonzero((counts > 0) & ~resident).tolist())
-    waiting: deque[int] = deque()
-    while todo or waiting:
+
+    def queue() -> Process:
         while todo and engine.brain.prefill_fetch(layer, todo[0]):
             waiting.append(todo.popleft())
+        while not todo and ahead and engine.brain.prefill_fetch(following, ahead[0], True):
+            early.append(ahead.popleft())
         yield from engine.pump()
+
+    yield from queue()
+    for expert in np.flatnonzero((counts > 0) & (status == KEPT)).tolist():
+        _expert(engine, layer, expert, int(counts[expert]))
+    while waiting:
         expert = waiting.popleft()
         yield from _served(engine, layer, expert, int(counts[expert]), target)
+        yield from queue()
+    return early
 
 
 def _served(engine: EngineModel, layer: int, expert: int, tokens: int, target: NDArray[np.bool_]) -> Process:
     """Wait for a fetched expert, run it, keep it or give its slot back."""
-    key = layer * engine.shape.experts + expert
     yield from engine.settle()
-    if key not in engine.link.landed_at:
-        yield from engine.device.landed(key, layer, expert)
-    _expert(engine, layer, expert, tokens)
+    if engine.brain.status(layer, expert) != LANDED:
+        yield from engine.device.landed(layer * engine.shape.experts + expert, layer, expert)
+    if tokens:
+        _expert(engine, layer, expert, tokens)
     yield from engine.settle()
     engine.brain.prefill_done(layer, expert, target)
 

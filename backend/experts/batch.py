@@ -1,4 +1,7 @@
-"""The inputs and outputs of one layer-step's experts: which tokens each expert sees and where its results go."""
+"""The inputs and outputs of one layer-step's experts: which tokens each expert sees and where its results go.
+
+Every output has its own place by token and rank, so where and when an expert ran changes no bit of the sum.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,7 @@ from foreload.backend.policy.window import Demand
 
 
 class Batch:
-    """Tokens h [n, hidden] on the device and the outputs [n k, hidden] of their experts, by token and rank.
-
-    Every output has its own place, so where and when an expert ran changes no bit of the sum.
-    """
+    """A decode step: tokens h [n, hidden] on the device and the outputs [n k, hidden] of their experts."""
 
     def __init__(self, h: Tensor, demand: Demand) -> None:
         self._h, self._n = h, h.shape[0]
@@ -51,14 +51,54 @@ class Batch:
         self._out[places] = output.to(self._out.device)
 
     def reduce(self, weights: Tensor, shared: Tensor | None) -> Tensor:
-        """Sum [n, hidden] over each token's experts with fp32 weights [n, k], in rank order.
-
-        What the `shared` experts gave [n, hidden] comes last.
-        """
-        out = (weights[..., None] * self.outputs.float()).sum(1)
-        return (out if shared is None else out + shared).to(self._h.dtype)
+        """See `weighted_sum`."""
+        return weighted_sum(self.outputs, weights, shared)
 
     @property
     def outputs(self) -> Tensor:
         """What has been stored, unweighted, [n, k, hidden] by token and rank."""
         return self._out.view(self._n, self._top_k, -1)
+
+
+class Chunk:
+    """A prompt chunk: tokens h [n, hidden] of experts ids [n, k], sorted by expert on the device.
+
+    `counts` [E]: tokens of each expert, on the host.
+    """
+
+    def __init__(self, h: Tensor, ids: Tensor, experts: int) -> None:
+        flat = ids.reshape(-1)
+        self._top_k = ids.shape[1]
+        self._places = flat.argsort(stable=True)  # token * k + rank, those of the first expert first
+        self._inputs = h[self._places // self._top_k]
+        self._sorted = torch.empty_like(self._inputs)
+        self.counts: NDArray[np.int32] = torch.bincount(flat, minlength=experts).cpu().numpy().astype(np.int32)
+        self._starts = np.concatenate([[0], np.cumsum(self.counts)]).tolist()
+
+    def input(self, expert: int) -> Tensor:
+        """The tokens of an expert, [its tokens, hidden]."""
+        return self._inputs[self._starts[expert] : self._starts[expert + 1]]
+
+    def store(self, expert: int, output: Tensor) -> None:
+        """Keep an expert's output [its tokens, hidden]."""
+        self._sorted[self._starts[expert] : self._starts[expert + 1]] = output
+
+    def reduce(self, weights: Tensor, shared: Tensor | None) -> Tensor:
+        """See `weighted_sum`."""
+        return weighted_sum(self.outputs, weights, shared)
+
+    @property
+    def outputs(self) -> Tensor:
+        """What has been stored, unweighted, [n, k, hidden] by token and rank."""
+        found = torch.empty_like(self._sorted)
+        found[self._places] = self._sorted
+        return found.view(-1, self._top_k, found.shape[1])
+
+
+def weighted_sum(outputs: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
+    """Sum [n, hidden] of outputs [n, k, hidden] with fp32 weights [n, k], in rank order, in the outputs' dtype.
+
+    What the `shared` experts gave [n, hidden] comes last.
+    """
+    out = (weights[..., None] * outputs.float()).sum(1)
+    return (out if shared is None else out + shared).to(outputs.dtype)

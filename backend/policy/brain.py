@@ -116,6 +116,7 @@ class Brain:
         self.quiesce()
         self.state.uses[:] = 0
         self.state.prompt[:] = -1
+        self.state.asked[:] = 0
         self.state.worst[:] = state.WORST_UNKNOWN
 
     def begin(self, layer: int, experts: NDArray[np.int32], counts: NDArray[np.int32]) -> NDArray[np.int8]:
@@ -177,12 +178,20 @@ class Brain:
             prompt.prefill_targets(self.state, self.rules, layer, counts, target)
         return target
 
-    def prefill_fetch(self, layer: int, expert: int) -> bool:
-        """Queue a prompt chunk's copy (or adopt one in flight); False if no staging slot is free: the wave is full."""
-        return bool(prompt.prefill_fetch(self.state, layer, expert))
+    def prefill_ahead(self, layer: int, routed: int) -> NDArray[np.int64]:
+        """Absent experts of `layer` to copy before a chunk of `routed` = tokens times k is routed there, best first."""
+        chosen = np.empty(self.shape.experts, np.int64)
+        return chosen[: prompt.prefill_ahead(self.state, layer, routed, chosen)]
+
+    def prefill_fetch(self, layer: int, expert: int, early: bool = False) -> bool:
+        """Queue the copy of an absent expert for a prompt chunk; False if no staging slot is free: the wave is full.
+
+        `early`: before the chunk is routed there.
+        """
+        return bool(prompt.prefill_fetch(self.state, layer, expert, early))
 
     def prefill_done(self, layer: int, expert: int, target: NDArray[np.bool_]) -> None:
-        """A fetched expert has served its chunk."""
+        """A fetched expert has served its chunk, or was copied early for nothing."""
         prompt.prefill_done(self.state, self.rules, layer, expert, target)
 
     def warm_targets(self) -> NDArray[np.bool_]:
@@ -249,6 +258,7 @@ def compile_policies() -> None:
     )
     costs = SplitCosts(2, np.arange(3, dtype=np.int64), np.arange(3, dtype=np.int64))
     brain = Brain(shape, settings, (1, 1), costs)
+    brain.prefill_ahead(1, 1)
     brain.prefill_fetch(0, 0)
     brain.complete(brain.next_copy(state.PREFILL))
     brain.prefill_done(0, 0, brain.prefill_targets(0, np.ones(4, np.int32), True))

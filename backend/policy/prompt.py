@@ -1,8 +1,14 @@
-"""What a prompt's last chunk leaves in the cache: the experts with most tokens in it, then lower ids.
+"""What a prompt copies before it knows its routing, and what its last chunk leaves in the cache.
 
-In the layer's own pool the C most used of its residents and the chunk's demand stay. In a shared pool, layer by layer,
-a fetched expert replaces the resident with fewest tokens in the chunk (then the one needed latest, then the larger id)
-among the layers the chunk has reached; layers it has not reached are left alone, so nothing is copied twice.
+While a chunk's last experts of a layer arrive, absent experts of the next layer are copied, so that the link has work
+until that layer is routed: those with most tokens in the prompt so far, or any, if the chunk is so long that it will
+demand nearly all. What is then not demanded is dropped when it has arrived: taking it back would make what is counted
+depend on time.
+
+The experts with most tokens in the last chunk, then lower ids, stay. In the layer's own pool the C most used of its
+residents and the chunk's demand stay. In a shared pool, layer by layer, a fetched expert replaces the resident with
+fewest tokens in the chunk (then the one needed latest, then the larger id) among the layers the chunk has reached;
+layers it has not reached are left alone, so nothing is copied twice.
 """
 
 from __future__ import annotations
@@ -14,17 +20,22 @@ from foreload.backend.policy.copies import enqueue, keep, release
 from foreload.backend.policy.order import has_room, prefers
 from foreload.backend.policy.rules import ADMIT_NONE, BELADY, POOL_SHARED, Rules
 from foreload.backend.policy.state import (
+    ABSENT,
     DEMAND,
     HITS,
-    IN_FLIGHT,
     KEPT,
     MISSES,
     N_FREE,
     N_UNFILLED,
+    PREFETCH,
     PREFILL,
+    WASTED,
     PolicyState,
 )
 from foreload.compiled import uncounted
+
+SURE = 4
+"""Tokens times k per expert, of a chunk from which on nearly all experts are taken to be demanded."""
 
 
 @uncounted
@@ -43,11 +54,43 @@ def _chunk_prefers(state: PolicyState, rules: Rules, at: int, layer_a: int, a: i
 
 @uncounted
 def look_up(state: PolicyState, layer: int, counts: NDArray[np.int32]) -> None:
-    """Count the hits and misses of a prompt chunk's demand, counts [E] tokens."""
+    """Count the hits and misses of a prompt chunk's demand, counts [E] tokens, and what was copied early in vain."""
     for expert in range(len(counts)):
+        status = state.status[layer, expert]
+        state.asked[layer, expert] += counts[expert]
         if counts[expert] > 0:
-            found = state.status[layer, expert] == KEPT
-            state.counters[PREFILL, layer, HITS if found else MISSES] += 1
+            state.counters[PREFILL, layer, HITS if status == KEPT else MISSES] += 1
+        elif status not in (ABSENT, KEPT):
+            state.counters[PREFILL, layer, WASTED] += 1
+
+
+@uncounted
+def prefill_ahead(state: PolicyState, layer: int, routed: int, chosen: NDArray[np.int64]) -> int:
+    """Absent experts of `layer` worth copying before a chunk of `routed` = tokens times k is routed there, best first.
+
+    Those with most tokens in the prompt so far, then lower ids. Of a first chunk: all if it is long enough, else none.
+    At most as many as staging holds go into chosen [E]; returns how many.
+    """
+    asked, experts, so_far, staging = state.asked[layer], state.status.shape[1], 0, len(state.free)
+    for expert in range(experts):
+        so_far += asked[expert]
+    for persistent in state.capacity:
+        staging -= persistent
+    least = 0 if so_far == 0 and routed >= SURE * experts else 1
+    last, n = -1, 0
+    for _ in range(staging):
+        best = -1
+        for expert in range(experts):
+            if state.status[layer, expert] != ABSENT or asked[expert] < least:
+                continue
+            behind = last < 0 or asked[expert] < asked[last] or (asked[expert] == asked[last] and expert > last)
+            if behind and (best < 0 or asked[expert] > asked[best]):
+                best = expert
+        if best < 0:
+            break
+        chosen[n] = last = best
+        n += 1
+    return n
 
 
 @uncounted
@@ -80,13 +123,17 @@ def prefill_targets(
 
 
 @uncounted
-def prefill_fetch(state: PolicyState, layer: int, expert: int) -> bool:
-    """Queue a prompt chunk's copy (or adopt one in flight); False if no staging slot is free: the wave is full."""
-    if state.status[layer, expert] == IN_FLIGHT:
-        state.purpose[layer, expert] = DEMAND
-        return True
+def prefill_fetch(state: PolicyState, layer: int, expert: int, early: bool = False) -> bool:
+    """Queue a prompt chunk's copy, behind those before it; False if no staging slot is free: the wave is full.
+
+    `early`: before the chunk is routed there (`prefill_ahead`); it counts as a prefetch.
+    """
     spare = state.scalars[N_FREE] - state.scalars[N_UNFILLED]
-    return spare > 0 and enqueue(state, layer, expert, DEMAND)
+    if spare <= 0 or not enqueue(state, layer, expert, DEMAND):
+        return False
+    if early:
+        state.purpose[layer, expert] = PREFETCH
+    return True
 
 
 @uncounted

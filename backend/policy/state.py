@@ -52,6 +52,7 @@ class PolicyState(NamedTuple):
     warm: NDArray[np.int64]  # [L, E] count in the warm-start recording
     next_use: NDArray[np.int64]  # [L, E] step that demands it next, where an oracle says so; else NEVER
     prompt: NDArray[np.int32]  # [L, E] tokens in the running prompt's last chunk, -1 where it has not been
+    asked: NDArray[np.int32]  # [L, E] tokens in the running prompt's chunks so far
     begun: NDArray[np.int64]  # [L] step of the layer's last layer-step, -1 before the first
     tau: NDArray[np.int32]  # [L] threshold of the layer's last split by utility, 0 before the first
     credit: NDArray[np.int64]  # [L] idle link nanoseconds the layer has not used yet
@@ -68,7 +69,7 @@ class PolicyState(NamedTuple):
 
 HISTORY = (
     "last_step", "last_tokens", "uses", "before", "score", "theta_up", "theta_down", "warm", "next_use", "prompt",
-    "begun", "tau", "credit", "counters",
+    "asked", "begun", "tau", "credit", "counters",
 )  # fmt: skip
 """Fields that outlive new settings."""
 
@@ -96,6 +97,7 @@ def new_state(
         warm=np.zeros(of_expert, np.int64),
         next_use=np.full(of_expert, NEVER, np.int64),
         prompt=np.full(of_expert, -1, np.int32),
+        asked=np.zeros(of_expert, np.int32),
         begun=np.full(layers, -1, np.int64),
         tau=np.zeros(layers, np.int32),
         credit=np.zeros(layers, np.int64),

@@ -1,4 +1,4 @@
-"""What the decoding thread does, compiled: blocks, resident experts, copies, prompts, tokens (see `engine_model`)."""
+"""What the decoding thread does, compiled: blocks, resident experts, copies, tokens (see `engine_model`)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from foreload.backend.policy import copies, prompt, step
+from foreload.backend.policy import copies, step
 from foreload.backend.policy.rules import Rules
 from foreload.backend.policy.split import SplitCosts
-from foreload.backend.policy.state import KEPT, N_IN_FLIGHT, N_QUEUED, PolicyState
+from foreload.backend.policy.state import N_IN_FLIGHT, N_QUEUED, PolicyState
 from foreload.compiled import drop_stale_caches, uncounted
 from foreload.simulator.compiled import machine as mach
 from foreload.simulator.compiled.machine import (
@@ -45,8 +45,6 @@ from foreload.simulator.compiled.machine import (
     ON_LANDING,
     PLAN,
     PREDICT,
-    PREFILL_EXPERT,
-    PREFILL_LAYER,
     ROUTE,
     SAMPLE,
     WAIT_CPU,
@@ -130,14 +128,15 @@ def settle(m: Machine, r: Rates, p: PolicyState) -> None:
 
 
 @uncounted
-def _pump(m: Machine, r: Rates, p: PolicyState) -> None:
+def pump(m: Machine, r: Rates, p: PolicyState) -> None:
+    """Wake the copy thread, if anything is queued."""
     if p.scalars[N_QUEUED]:
         catch_up(m, r, p)
         mach.pump(m, r, p)
 
 
 @uncounted
-def _landed(m: Machine, r: Rates, p: PolicyState, key: int) -> None:
+def landed(m: Machine, r: Rates, p: PolicyState, key: int) -> None:
     """The host waits until the copy of `key` has arrived."""
     m.at[HOST_KEY] = key
     wait(m, r, p, ON_LANDING)
@@ -240,7 +239,7 @@ def _came(m: Machine, r: Rates, b: Blocks, p: PolicyState, key: int, tokens: int
         mach.launch(m, r, EXPERTS_GPU, b.late[tokens, 0], b.late[tokens, 1], 1 if b.shares else 0, key)
         return
     if not mach.has_landed(m, key):
-        _landed(m, r, p, key)
+        landed(m, r, p, key)
     experts_gpu(m, r, b, p, 1, tokens)
 
 
@@ -345,7 +344,7 @@ def _finish(
     """End the open layer-step, if any, and queue what that allows."""
     settle(m, r, p)
     _close(m, r, p, rules, split, steps, at, opened)
-    _pump(m, r, p)
+    pump(m, r, p)
 
 
 @uncounted
@@ -399,7 +398,7 @@ def _layer_experts(
         catch_up(m, r, p)
         mach.start_cpu(m, r, on_cpu, cpu_tokens)
     if p.scalars[N_QUEUED] and p.scalars[N_IN_FLIGHT] < copies.WINDOW:
-        _pump(m, r, p)
+        pump(m, r, p)
         spend(m, PLAN, b.queueing_ns)
     if hits:
         experts_gpu(m, r, b, p, hits, hit_tokens)
@@ -411,87 +410,3 @@ def _layer_experts(
             wait(m, r, p, ON_CPU)
             waited(m, WAIT_CPU)
     return on_cpu > 0
-
-
-# Prompts and a warm start.
-
-
-@uncounted
-def warm_start(
-    m: Machine, r: Rates, p: PolicyState, rules: Rules, layers: NDArray[np.int64], experts: NDArray[np.int64]
-) -> None:
-    """Load `experts` of `layers` into persistent slots."""
-    m.target[:] = True
-    asked, total = 0, p.status.shape[1]
-    for served in range(len(layers)):
-        while asked < len(layers) and prompt.prefill_fetch(p, layers[asked], experts[asked]):
-            asked += 1
-        _pump(m, r, p)
-        if asked == served:
-            m.at[mach.FAILED] = 3
-            return
-        key = layers[served] * total + experts[served]
-        if not mach.has_landed(m, key):
-            _landed(m, r, p, key)
-        settle(m, r, p)
-        prompt.prefill_done(p, rules, layers[served], experts[served], m.target)
-    m.at[IDLE] = 0
-    m.at[INTERRUPTIONS] = 0
-
-
-@uncounted
-def prefill(
-    m: Machine, r: Rates, b: Blocks, p: PolicyState, rules: Rules, chunk_tokens: int, tokens: NDArray[np.int32]
-) -> None:
-    """A prompt's experts, tokens [P, L, k], in chunks; the last one fills the cache."""
-    for start in range(0, len(tokens), chunk_tokens):
-        chunk = tokens[start : start + chunk_tokens]
-        block(m, r, EMBED, b.embed[1])
-        for layer in range(tokens.shape[1]):
-            m.counts[:] = 0
-            for token in range(len(chunk)):
-                for rank in range(chunk.shape[2]):
-                    m.counts[chunk[token, layer, rank]] += 1
-            m.seen_tokens[0, len(chunk)] = True
-            block(m, r, PREFILL_LAYER, b.prefill_layer[len(chunk)])
-            sync(m, r, p)
-            _prefill_layer(m, r, b, p, rules, layer, start + chunk_tokens >= len(tokens))
-        block(m, r, HEAD, b.head[1])
-        sync(m, r, p)
-
-
-@uncounted
-def _prefill_layer(m: Machine, r: Rates, b: Blocks, p: PolicyState, rules: Rules, layer: int, last: bool) -> None:
-    counts, experts, n = m.counts, len(m.counts), 0
-    m.target[:] = False
-    prompt.look_up(p, layer, counts)
-    if last:
-        prompt.prefill_targets(p, rules, layer, counts, m.target)
-    for expert in range(experts):
-        if counts[expert] and p.status[layer, expert] == KEPT:
-            _prefill_expert(m, r, b, counts[expert])
-        elif counts[expert]:
-            m.todo[n] = expert
-            n += 1
-    mach.watch(m)
-    asked = 0
-    for served in range(n):
-        while asked < n and prompt.prefill_fetch(p, layer, m.todo[asked]):
-            asked += 1
-        _pump(m, r, p)
-        if asked == served:
-            m.at[mach.FAILED] = 3
-            return
-        expert = m.todo[served]
-        settle(m, r, p)
-        if not mach.has_landed(m, layer * experts + expert):
-            _landed(m, r, p, layer * experts + expert)
-        _prefill_expert(m, r, b, counts[expert])
-        settle(m, r, p)
-        prompt.prefill_done(p, rules, layer, expert, m.target)
-
-
-@uncounted
-def _prefill_expert(m: Machine, r: Rates, b: Blocks, tokens: int) -> None:
-    m.seen_tokens[1, tokens] = True
-    block(m, r, PREFILL_EXPERT, b.prefill_expert[tokens])

@@ -120,6 +120,8 @@ class Machine(NamedTuple):
     counts: NDArray[np.int32]  # [E] scratch of a prompt's layer-step, as the next two
     target: NDArray[np.bool_]  # [E]
     todo: NDArray[np.int64]  # [E]
+    ahead: NDArray[np.int64]  # [E] of a prompt: what is worth copying early for the following layer
+    early: NDArray[np.int64]  # [E] what was copied early for the layer
     action: NDArray[np.int8]  # [2, K] of this layer-step and the one before
     done: NDArray[np.bool_]  # [K] scratch
     coming: NDArray[np.int64]  # [K] keys of the copies that the open layer-step runs on
@@ -148,6 +150,8 @@ def new_machine(
         counts=np.zeros(experts, np.int32),
         target=np.zeros(experts, np.bool_),
         todo=np.zeros(experts, np.int64),
+        ahead=np.zeros(experts, np.int64),
+        early=np.zeros(experts, np.int64),
         action=np.zeros((2, most), np.int8),
         done=np.zeros(most, np.bool_),
         coming=np.zeros(most, np.int64),

@@ -15,7 +15,7 @@ from foreload.errors import InternalError, MismatchError
 from foreload.profiler.schema import HardwareProfile
 from foreload.settings import Settings
 from foreload.shape import ModelShape
-from foreload.simulator.compiled import graphs, host
+from foreload.simulator.compiled import graphs, host, prompts
 from foreload.simulator.compiled.host import Steps
 from foreload.simulator.compiled.machine import FAILED, HOST, KINDS, PHASE, RESTED_SINCE, ROW, Machine, new_machine
 from foreload.simulator.compiled.tables import blocks, pairs, rates, used
@@ -117,7 +117,7 @@ class _Run:
         m, state = self.machine, self.brain.state
         layers, experts = (index.astype(np.int64) for index in np.nonzero(self.brain.warm_targets()))
         m.at[ROW] = m.at[PHASE] = WARM
-        host.warm_start(m, self.rates, state, self.brain.rules, layers, experts)
+        prompts.warm_start(m, self.rates, state, self.brain.rules, layers, experts)
         m.at[PHASE] = DECODE
         self.warm_ns = self._checked()
 
@@ -130,7 +130,7 @@ class _Run:
         host.drain_link(m, self.rates, brain.state)
         m.at[PHASE] = PREFILL
         chunk = self.settings.prefill_chunk_tokens
-        host.prefill(m, self.rates, self.blocks, brain.state, brain.rules, chunk, request.prompt)
+        prompts.prefill(m, self.rates, self.blocks, brain.state, brain.rules, chunk, request.prompt)
         m.at[PHASE] = m.at[ROW] = DECODE
         self.ttft_ns.append(self._checked() - begun)
         depth, step_ns = self.settings.prefetch_depth, np.zeros(len(request.fed), np.int64)

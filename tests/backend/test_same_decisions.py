@@ -42,6 +42,7 @@ LOGGED = (
     "finish",
     "end_step",
     "prefill_targets",
+    "prefill_ahead",
     "prefill_fetch",
     "prefill_done",
     "start_request",

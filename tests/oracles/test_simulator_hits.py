@@ -135,7 +135,8 @@ def check_demand(settings: Settings, real: Measured) -> None:
     demanded = decode[:, [Counter.HITS, Counter.LATE, Counter.MISSES]].sum(axis=1)
     assert (demanded == 4 * REQUESTS * (TOKENS - 1)).all()
     assert (decode[:, Counter.FETCHED] + decode[:, Counter.ON_CPU] == decode[:, Counter.MISSES]).all()
-    assert (prompt[:, Counter.FETCHED] == prompt[:, Counter.MISSES]).all()
+    used = prompt[:, Counter.FETCHED] + prompt[:, Counter.PREFETCHED] - prompt[:, Counter.WASTED]
+    assert (used == prompt[:, Counter.MISSES]).all()
     assert (decode[:, Counter.ON_CPU].sum() > 0) == (settings.miss_action != "fetch")
     if settings.miss_action == "split":
         assert real.count(Counter.FETCHED) > 0

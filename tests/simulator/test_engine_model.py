@@ -207,20 +207,20 @@ def test_times_add_up_and_demand_is_whole(name, device):
 
 
 PINNED = {
-    "default on cpu": (71616400, 9269000),
-    "depth 2 on cpu": (65627300, 9269000),
-    "cpu on cpu": (38436524, 9464000),
-    "background on cpu": (53708442, 9351000),
-    "split on cpu": (57456178, 9194000),
-    "bandwidth on cpu": (46736822, 9379000),
-    "fixed on cpu": (92750400, 14650000),
-    "default on cuda": (67057000, 9269000),
-    "depth 2 on cuda": (63642600, 9269000),
-    "cpu on cuda": (38056465, 9464000),
-    "background on cuda": (54719860, 9351000),
-    "split on cuda": (52486166, 9242000),
-    "bandwidth on cuda": (42831131, 9379000),
-    "fixed on cuda": (87771600, 14650000),
+    "default on cpu": (71616400, 9045000),
+    "depth 2 on cpu": (65627300, 9045000),
+    "cpu on cpu": (38436524, 9063000),
+    "background on cpu": (53708442, 9146000),
+    "split on cpu": (57456178, 8945000),
+    "bandwidth on cpu": (46736822, 8963000),
+    "fixed on cpu": (92750400, 14116000),
+    "default on cuda": (67057000, 9045000),
+    "depth 2 on cuda": (63642600, 9045000),
+    "cpu on cuda": (38056465, 9063000),
+    "background on cuda": (54719860, 9146000),
+    "split on cuda": (52486166, 8993000),
+    "bandwidth on cuda": (42831131, 8963000),
+    "fixed on cuda": (87771600, 14116000),
 }
 
 
