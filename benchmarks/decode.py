@@ -187,6 +187,18 @@ def _own_fields(settings: Settings) -> dict[str, Any]:
     return settings.model_dump(exclude_defaults=True)
 
 
+def machine_head(engine: Engine) -> dict[str, Any]:
+    """What, on what, with what, when."""
+    return {
+        "model": engine.checkpoint.name,
+        "device": torch.cuda.get_device_name() if engine.device.type == "cuda" else machine_name(),
+        "machine": machine_name(),
+        "software": software(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "path": engine.path,
+    }
+
+
 class Measurement:
     """Runs sections and writes what they found."""
 
@@ -197,14 +209,8 @@ class Measurement:
         self._cells: list[Cell] = []
         self.left_out: list[str] = []
         self._rates: Rates | None = None
-        on_gpu = engine.device.type == "cuda"
         self.found: dict[str, Any] = {
-            "model": engine.checkpoint.name,
-            "device": torch.cuda.get_device_name() if on_gpu else machine_name(),
-            "machine": machine_name(),
-            "software": software(),
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "path": engine.path,
+            **machine_head(engine),
             "routing": {name: f"{trace.meta.model}: {trace.meta.source}" for name, trace in routing.items()},
             "steps": wanted.steps,
             "left_out": self.left_out,
@@ -283,7 +289,7 @@ def numbers(text: str) -> tuple[float, ...]:
     return tuple(float(part) for part in text.split(",") if part)
 
 
-def whole(text: str) -> tuple[int, ...]:
+def numbered(text: str) -> tuple[int, ...]:
     """Comma-separated whole numbers."""
     return tuple(int(part) for part in text.split(",") if part)
 
@@ -298,8 +304,8 @@ def arguments(args: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--format", help="expert_format")
     parser.add_argument("--sections", default=",".join(SECTIONS).replace(" ", "-"))
     parser.add_argument("--ratios", type=numbers, default=(0.17, 0.25, 0.5))
-    parser.add_argument("--contexts", type=whole, default=(CONTEXT,), help="the first is that of all other sections")
-    parser.add_argument("--gammas", type=whole, default=(2, 4, 8))
+    parser.add_argument("--contexts", type=numbered, default=(CONTEXT,), help="the first is that of all other sections")
+    parser.add_argument("--gammas", type=numbered, default=(2, 4, 8))
     parser.add_argument("--settings", type=Path, action="append", default=[], help="tuned settings, beside the others")
     parser.add_argument("--link", type=float, help="bytes per second of an emulated link, on cpu")
     parser.add_argument("--steps", type=int, default=24)

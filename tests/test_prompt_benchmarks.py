@@ -1,0 +1,58 @@
+"""The benchmarks of prompts and of drift on a toy shape."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import drift, prefill
+from foreload.backend.models.checkpoint import Checkpoint
+
+SMALL = {
+    "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "vocab_size": 300, "moe_intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 2,
+}  # fmt: skip
+SIZE = 3 * 64 * 32 * 4
+
+
+@pytest.mark.integration
+def test_prompts_beside_their_floors(tmp_path: Path) -> None:
+    flags = ["--device", "cpu", "--out", str(tmp_path), "--tokens", "64", "--chunks", "64,16", "--link", "1e9"]
+    found = prefill.main(flags, Checkpoint.random("qwen3-30b-a3b", **SMALL))
+    assert json.loads((tmp_path / "prefill.json").read_text()) == json.loads(json.dumps(found))
+    assert found["left_out"] == []
+    once, parts = found["prompts"]
+    assert 0 < once["copied_bytes"] <= 3 * 16 * SIZE
+    assert once["copied_bytes"] < parts["copied_bytes"] <= 4 * 3 * 16 * SIZE
+    for row in (once, parts):
+        assert row["floor_ms"] == max(row["link_ms"], row["own_compute_ms"])
+        needed = row["copied_bytes"] - row["wasted_bytes"]
+        assert row["link_ms"] == pytest.approx(needed / found["rates"]["link"] / 1e6)
+    assert [len(row["step_us"]) for row in found["after"]] == [192, 192]
+
+
+@pytest.mark.integration
+def test_drift_counts_all_slots_in_every_block(tmp_path: Path) -> None:
+    flags = ["--device", "cpu", "--out", str(tmp_path), "--tokens", "600"]
+    found = drift.main(flags, Checkpoint.random("qwen3-30b-a3b", **SMALL))
+    assert [b["tokens"] for b in found["blocks"]] == [256, 256, 256]
+    assert {b["slots"] for b in found["blocks"]} == {3 * 4 + 2 + 2}
+    assert [b["kept"] for b in found["blocks"]] == [12, 12, 12]
+    assert found["summary"]["slots_more"] == found["summary"]["threads_more"] == 0
+
+
+@pytest.mark.integration
+def test_they_keep_their_time(tmp_path: Path) -> None:
+    from benchmarks.decode import workload
+    from foreload.backend.engine import Engine, EngineOptions
+    from foreload.settings import Settings
+
+    model = Checkpoint.random("qwen3-30b-a3b", **SMALL)
+    with Engine(model, EngineOptions(context_tokens=5000), Settings(cache_ratio=0.0)) as engine:
+        routing = {"topo": workload(model.shape, 200)}
+        over = time.monotonic() - 1
+        assert len(prefill.on_engine(engine, routing, over, tmp_path)["left_out"]) == 4
+        assert drift.on_engine(engine, routing, over, tmp_path)["blocks"] == []
