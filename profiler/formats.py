@@ -16,6 +16,7 @@ from foreload.backend.cuda.kernels.layout import kernel_layout
 from foreload.backend.cuda.kernels.ops import ExpertBuffers, Ops, check_layout
 from foreload.backend.experts.blocks import BlockCodec, ExpertViews, run_expert
 from foreload.backend.experts.cpu import make_cpu_experts
+from foreload.backend.experts.pages import prefer_huge_pages
 from foreload.backend.experts.pool import SlotPool
 from foreload.errors import UsageError
 from foreload.formats import FORMATS, BlockLayout, PackedFormat, block_layout
@@ -46,7 +47,9 @@ class ScratchExperts:
         hidden, width = shape.hidden, shape.expert_width
         codec.write(one, "gate_up", torch.randn(2 * width, hidden, generator=generator) / hidden**0.5)
         codec.write(one, "down", torch.randn(hidden, width, generator=generator) / width**0.5)
-        self.blocks = one.repeat(count).view(count, size)
+        self.blocks = torch.empty(count, size, dtype=torch.uint8)
+        prefer_huge_pages(self.blocks)
+        self.blocks.copy_(one)
 
     def layout(self, layer: int) -> BlockLayout:
         """How blocks are packed."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from foreload.backend.experts import conversions
 from foreload.backend.experts.blocks import BlockCodec, ExpertViews
+from foreload.backend.experts.pages import prefer_huge_pages
 from foreload.backend.models.checkpoint import Checkpoint
 from foreload.errors import ForeloadError
 from foreload.formats import ALIGNMENT, FORMAT_OF_DTYPE, BlockLayout, PackedFormat, block_layout
@@ -73,6 +74,7 @@ class HostSlab:
             raise ForeloadError(
                 f"host memory: {format_bytes(sum(sizes))} for the experts cannot be allocated"
             ) from error
+        prefer_huge_pages(self.blocks)
         self._blocks = [
             [self.blocks[start + e * layout.bytes : start + (e + 1) * layout.bytes] for e in range(shape.experts)]
             for start, layout in zip(self._starts.tolist(), self.layouts, strict=True)

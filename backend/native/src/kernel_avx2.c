@@ -13,12 +13,11 @@
 #define VECS 4
 #define CHUNK 32
 #define XTYPE float
-#define WIDE 0
+#define MOST 2
 #define ZERO _mm256_setzero_ps()
 #define XLOAD(p) _mm256_loadu_ps(p)
 #define FMA(w, x, a) _mm256_fmadd_ps(w, x, a)
-#define ADD(a, b) _mm256_add_ps(a, b)
-#define SUM(a) sum(a)
+#define SUM4(a, b, c, d, out) ((out)[0] = sum(a), (out)[1] = sum(b), (out)[2] = sum(c), (out)[3] = sum(d))
 
 INLINE float sum(__m256 a) {
     __m128 half = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));

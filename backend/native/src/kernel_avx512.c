@@ -1,8 +1,8 @@
 /* AVX-512 (F, BW, VL): 16 floats at a time; bf16 pairs and VNNI in files of their own. */
 #if defined(__x86_64__)
-#include <immintrin.h>
 #include <string.h>
 
+#include "avx512.h"
 #include "native.h"
 
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx2,fma,f16c")))
@@ -13,12 +13,11 @@
 #define VECS 2
 #define CHUNK 32
 #define XTYPE float
-#define WIDE 1
+#define MOST 6
 #define ZERO _mm512_setzero_ps()
 #define XLOAD(p) _mm512_loadu_ps(p)
 #define FMA(w, x, a) _mm512_fmadd_ps(w, x, a)
-#define ADD(a, b) _mm512_add_ps(a, b)
-#define SUM(a) _mm512_reduce_add_ps(a)
+#define SUM4 fl_sum4
 
 INLINE __m512 load_bf16(const uint8_t *p) {
     __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));

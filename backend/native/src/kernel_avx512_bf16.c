@@ -1,8 +1,8 @@
 /* AVX-512-BF16: weights and inputs in bf16, 32 products an instruction. */
 #if defined(__x86_64__)
-#include <immintrin.h>
 #include <string.h>
 
+#include "avx512.h"
 #include "native.h"
 
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16")))
@@ -12,12 +12,11 @@
 #define VECS 2
 #define CHUNK 64
 #define XTYPE uint16_t
-#define WIDE 1
+#define MOST 6
 #define ZERO _mm512_setzero_ps()
 #define XLOAD(p) _mm512_loadu_si512(p)
 #define FMA(w, x, a) _mm512_dpbf16_ps(a, (__m512bh)(w), (__m512bh)(x))
-#define ADD(a, b) _mm512_add_ps(a, b)
-#define SUM(a) _mm512_reduce_add_ps(a)
+#define SUM4 fl_sum4
 
 #define NAME fl_avx512_bf16_rows
 #define BYTES 128

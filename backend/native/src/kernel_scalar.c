@@ -14,12 +14,11 @@ typedef uint32_t bits __attribute__((vector_size(64)));
 #define VECS 2
 #define CHUNK 32
 #define XTYPE float
-#define WIDE 0
+#define MOST 1
 #define ZERO ((vec){0})
 #define XLOAD(p) load_floats(p)
 #define FMA(w, x, a) ((w) * (x) + (a))
-#define ADD(a, b) ((a) + (b))
-#define SUM(a) sum(a)
+#define SUM4(a, b, c, d, out) ((out)[0] = sum(a), (out)[1] = sum(b), (out)[2] = sum(c), (out)[3] = sum(d))
 
 INLINE float sum(vec a) {
     float part[16];

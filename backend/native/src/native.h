@@ -16,17 +16,20 @@ enum { FL_SCALAR, FL_AVX2, FL_AVX512, FL_AVX512_BF16, FL_AVX512_VNNI, FL_AVX512_
 enum { FL_SILU, FL_SWIGLU_OAI };
 
 /* How inputs of a dot product are held: rows padded with zeros to whole chunks. X_MX: in blocks of 32, the even
- * elements before the odd ones, as the nibbles come apart. X_I16: 16 bits, with one scale per 64 after the row. */
-enum { FL_X_F32, FL_X_MX, FL_X_BF16, FL_X_I16 };
+ * elements before the odd ones, as the nibbles come apart. X_MX_BF16: two such blocks together, in bf16. X_I16: 16 bits,
+ * with one scale per 64 after the row. */
+enum { FL_X_F32, FL_X_MX, FL_X_MX_BF16, FL_X_BF16, FL_X_I16 };
 
 #define FL_ROWS 4    /* rows of weights in one call of a kernel */
+#define FL_AHEAD 1024 /* bytes between what is used and what is fetched from memory */
 #define FL_TOKENS 16 /* most tokens in one call of a kernel */
 #define FL_PAD 64    /* elements to whose multiple inputs are padded */
 #define FL_BLOCK 64  /* elements that share a scale in X_I16 */
 
-/* out[r][t] = sum over k of w[r][k] x[t][k]; scale[r]: the e8m0 bytes of row r (mxfp4 alone). Row scales come later. */
-typedef void (*fl_kernel)(const uint8_t *const w[FL_ROWS], const uint8_t *const scale[FL_ROWS], int rows,
-                          const void *const *x, int tokens, size_t k, float out[FL_ROWS][FL_TOKENS]);
+/* out[r][t] = sum over k of w[r][k] x[t][k]; scale[r]: the e8m0 bytes of row r (mxfp4 alone). Row scales come later.
+ * `jump`: from the end of a row to where the row that is read after it begins. */
+typedef void (*fl_kernel)(const uint8_t *const w[FL_ROWS], const uint8_t *const scale[FL_ROWS], const void *const *x,
+                          int tokens, size_t k, size_t jump, float out[FL_ROWS][FL_TOKENS]);
 
 typedef struct {
     fl_kernel run;
@@ -40,14 +43,19 @@ extern const fl_kernel fl_scalar_kernels[FL_FORMATS];
 #if defined(__x86_64__)
 extern const fl_kernel fl_avx2_kernels[FL_FORMATS];
 extern const fl_kernel fl_avx512_kernels[FL_FORMATS];
-void fl_avx512_bf16_rows(const uint8_t *const *, const uint8_t *const *, int, const void *const *, int, size_t,
+void fl_avx512_bf16_rows(const uint8_t *const *, const uint8_t *const *, const void *const *, int, size_t, size_t,
                          float (*)[FL_TOKENS]);
-void fl_avx512_vnni_rows(const uint8_t *const *, const uint8_t *const *, int, const void *const *, int, size_t,
+void fl_avx512_mx_rows(const uint8_t *const *, const uint8_t *const *, const void *const *, int, size_t, size_t,
+                       float (*)[FL_TOKENS]);
+void fl_avx512_vnni_rows(const uint8_t *const *, const uint8_t *const *, const void *const *, int, size_t, size_t,
                          float (*)[FL_TOKENS]);
 #endif
 
 extern const float fl_fp4_values[16];
-float fl_e8m0(uint8_t exponent);
+extern const float fl_e8m0_values[256];
+
+/* 2^(e - 127); 255 is not a number. */
+static inline float fl_e8m0(uint8_t exponent) { return fl_e8m0_values[exponent]; }
 
 /* Where the parts of one expert's block lie, in bytes from its start; -1: the part is not there.
  * gate_up [2 width, hidden]: gate rows before up rows, or by turns if `interleaved`; down [hidden, width].

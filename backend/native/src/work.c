@@ -26,11 +26,15 @@ static uint16_t to_bf16(float value) {
 static size_t input_bytes(int kind, size_t k) {
     size_t n = round_up(k, FL_PAD);
     switch (kind) {
-        case FL_X_BF16: return 2 * n;
+        case FL_X_BF16:
+        case FL_X_MX_BF16: return 2 * n;
         case FL_X_I16: return 2 * n + 4 * (n / FL_BLOCK);
         default: return 4 * n;
     }
 }
+
+/* Where X_MX_BF16 holds element i: the even ones of two blocks of 32 before the odd ones. */
+static size_t mx_place(size_t i) { return (i & ~(size_t)63) | (i & 1) << 5 | (i & 63) >> 1; }
 
 /* Elements from .. from + n of an input row of k, held as `kind`; `from` is a multiple of FL_BLOCK for X_I16. */
 static void put_inputs(int kind, uint8_t *row, size_t k, size_t from, size_t n, const float *values) {
@@ -39,6 +43,8 @@ static void put_inputs(int kind, uint8_t *row, size_t k, size_t from, size_t n, 
     } else if (kind == FL_X_MX) {
         for (size_t i = from; i < from + n; i++)
             ((float *)row)[(i & ~(size_t)31) | (i & 1) << 4 | (i & 31) >> 1] = values[i - from];
+    } else if (kind == FL_X_MX_BF16) {
+        for (size_t i = from; i < from + n; i++) ((uint16_t *)row)[mx_place(i)] = to_bf16(values[i - from]);
     } else if (kind == FL_X_BF16) {
         for (size_t i = 0; i < n; i++) ((uint16_t *)row)[from + i] = to_bf16(values[i]);
     } else {
@@ -105,8 +111,18 @@ static int copy_inputs(fl_job *job, const fl_work *work) {
     if (!values) return -2;
     memset(job->x, 0, job->x_stride * (size_t)work->tokens);
     for (int t = 0; t < work->tokens; t++) {
+        const uint16_t *words = (const uint16_t *)work->x + t * hidden;
+        uint16_t *row = (uint16_t *)(job->x + t * job->x_stride);
+        if (work->x_bf16 && job->choice.x_kind == FL_X_BF16) {
+            memcpy(row, words, 2 * hidden);
+            continue;
+        }
+        if (work->x_bf16 && job->choice.x_kind == FL_X_MX_BF16) {
+            for (size_t i = 0; i < hidden; i++) row[mx_place(i)] = words[i];
+            continue;
+        }
         if (work->x_bf16)
-            for (size_t i = 0; i < hidden; i++) values[i] = from_bf16(((const uint16_t *)work->x)[t * hidden + i]);
+            for (size_t i = 0; i < hidden; i++) values[i] = from_bf16(words[i]);
         else
             memcpy(values, (const float *)work->x + t * hidden, hidden * sizeof(float));
         put_inputs(job->choice.x_kind, job->x + t * job->x_stride, hidden, 0, hidden, values);
@@ -166,33 +182,34 @@ void fl_job_free(fl_job *job) {
 /* One matrix of an expert's block. */
 typedef struct {
     const uint8_t *weights, *scales, *biases;
-    size_t k, stride, scale_stride;
+    size_t k, stride, scale_stride, jump;
 } matrix;
 
 static matrix part(const fl_job *job, int expert, int down) {
     const fl_layout *l = &job->layout;
     const uint8_t *block = job->blocks[expert];
     int64_t scale = down ? l->down_scale : l->gate_up_scale, bias = down ? l->down_bias : l->gate_up_bias;
-    size_t k = (size_t)(down ? l->width : l->hidden);
+    size_t k = (size_t)(down ? l->width : l->hidden), stride = row_bytes(l->format, k);
     size_t tile = (size_t)l->tile, tiles = tile ? (k + tile - 1) / tile : 0;
     size_t scales = l->format == FL_MXFP4 ? (k + 31) / 32 : 4 * tiles;
+    size_t rows_on = down || l->interleaved ? FL_ROWS : FL_ROWS / 2; /* from a row to the one that is read after it */
     return (matrix){block + (down ? l->down : l->gate_up), scale < 0 ? block : block + scale,
-                    bias < 0 ? NULL : block + bias, k, row_bytes(l->format, k), scales};
+                    bias < 0 ? NULL : block + bias, k, stride, scales, (rows_on - 1) * stride};
 }
 
 /* Dot products over one tile of columns after the other, each scaled. */
 static void tiled(const fl_job *job, const matrix *m, const uint8_t *const *weights, const uint8_t *const *scales,
-                  int rows, const void *const *x, int tokens, float out[FL_ROWS][FL_TOKENS]) {
+                  const void *const *x, int tokens, float out[FL_ROWS][FL_TOKENS]) {
     size_t tile = (size_t)job->layout.tile;
     memset(out, 0, sizeof(float) * FL_ROWS * FL_TOKENS);
     for (size_t at = 0; at < m->k; at += tile) {
         const uint8_t *part[FL_ROWS] = {0};
         const void *inputs[FL_TOKENS] = {0};
         float found[FL_ROWS][FL_TOKENS];
-        for (int r = 0; r < rows; r++) part[r] = weights[r] + at;
+        for (int r = 0; r < FL_ROWS; r++) part[r] = weights[r] + at;
         for (int t = 0; t < tokens; t++) inputs[t] = (const float *)x[t] + at;
-        job->choice.run(part, scales, rows, inputs, tokens, m->k - at < tile ? m->k - at : tile, found);
-        for (int r = 0; r < rows; r++)
+        job->choice.run(part, scales, inputs, tokens, m->k - at < tile ? m->k - at : tile, 0, found);
+        for (int r = 0; r < FL_ROWS; r++)
             for (int t = 0; t < tokens; t++) out[r][t] += found[r][t] * ((const float *)scales[r])[at / tile];
     }
 }
@@ -201,15 +218,15 @@ static void tiled(const fl_job *job, const matrix *m, const uint8_t *const *weig
 static void dots(const fl_job *job, const matrix *m, const int *row, int rows, const void *const *x, int tokens,
                  float out[FL_ROWS][FL_TOKENS]) {
     const uint8_t *weights[FL_ROWS] = {0}, *scales[FL_ROWS] = {0};
-    for (int r = 0; r < rows; r++) {
-        weights[r] = m->weights + (size_t)row[r] * m->stride;
-        scales[r] = m->scales + (size_t)row[r] * m->scale_stride;
+    for (int r = 0; r < FL_ROWS; r++) { /* kernels take four: where there are fewer, the first again */
+        weights[r] = m->weights + (size_t)row[r < rows ? r : 0] * m->stride;
+        scales[r] = m->scales + (size_t)row[r < rows ? r : 0] * m->scale_stride;
     }
     int format = job->layout.format, scaled = format == FL_INT8 || format == FL_FP8;
     if (format == FL_FP8_TILE)
-        tiled(job, m, weights, scales, rows, x, tokens, out);
+        tiled(job, m, weights, scales, x, tokens, out);
     else
-        job->choice.run(weights, scales, rows, x, tokens, m->k, out);
+        job->choice.run(weights, scales, x, tokens, m->k, m->jump, out);
     float unit = format == FL_FP8 || format == FL_FP8_TILE ? 256.0f : 1.0f; /* what load_fp8 leaves out */
     for (int r = 0; r < rows; r++) {
         float scale = unit * (scaled ? ((const float *)m->scales)[row[r]] : 1.0f);
