@@ -27,6 +27,7 @@ from foreload.simulator.tuner.journal import Journal
 from foreload.simulator.tuner.pool import Backend, Pool, Progress
 from foreload.simulator.tuner.result import PRESET, TuneResult
 from foreload.simulator.tuner.search import Found, Search
+from foreload.simulator.tuner.study import study
 from foreload.simulator.workload import load_requests, request_numbers
 from foreload.traces.schema import PREFILL, Trace
 
@@ -190,8 +191,8 @@ class Tuning:
         """The search over `space`."""
         return Search(self.pool, self.space, self.parts[0], self.parts[1], self.robust)
 
-    def run(self) -> TuneResult:
-        """Search and choose."""
+    def run(self, around: bool = False) -> TuneResult:
+        """Search and choose; `around`: also look at single changes, other memory and other machines."""
         search = self.search()
         found = search.run()
         default = self._reported(found.default)
@@ -204,14 +205,15 @@ class Tuning:
             if winner.report is None or default.report is None or behind or _tpot(winner) < _tpot(default):
                 best = winner
         known = {default.settings: default, best.settings: best}
-        plan = self._proven(found, search.whole_steps)
-        return self._result(found, plan, default, best, tuple(known.get(c.settings, c) for c in ranked))
+        looked = study(search, self.space, found, best.settings) if around else None
+        result = self._result(found, default, best, tuple(known.get(c.settings, c) for c in ranked))
+        return replace(result, plan=self._proven(found, search.whole_steps), study=looked)
 
     def _result(
-        self, found: Found, plan: Plan | None, default: Candidate, best: Candidate, candidates: tuple[Candidate, ...]
+        self, found: Found, default: Candidate, best: Candidate, candidates: tuple[Candidate, ...]
     ) -> TuneResult:
         space, (fit, select, held_out) = self.space, self.parts
-        changing = {c.settings: space.loss_pct(c.settings) or 0.0 for c in candidates}
+        losses = {c.settings: space.loss_pct(c.settings) or 0.0 for c in candidates if self._changes_text(c.settings)}
         passed: dict[str, float] = {}
         simulated = {c.family for c in candidates}
         for settings, ns in sorted(found.part.items(), key=lambda item: item[1]):
@@ -228,12 +230,14 @@ class Tuning:
             select=select[0],
             held_out=held_out[0],
             quality_loss_pct=space.loss_pct(best.settings) or 0.0,
-            plan=plan,
             recordings=len(fit),
             robust=self.robust,
-            losses={settings: loss for settings, loss in changing.items() if loss},
+            losses=losses,
             passed_over=passed,
         )
+
+    def _changes_text(self, settings: Settings) -> bool:
+        return bool(settings.speculate_layers) or settings.expert_format != self.space.base.expert_format
 
     def _proven(self, found: Found, steps: int | None) -> Plan | None:
         """The cheapest plan of the programs again, to the optimum, with the linear program's bound beside it."""

@@ -1,10 +1,11 @@
-"""`foreload tune`: the best settings for a machine, a recording and a memory budget."""
+"""`foreload tune`: the best settings for a machine, recordings and a memory budget."""
 
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -15,30 +16,34 @@ from foreload.cli.inputs import (
     LinkIn,
     MachineIn,
     ProfileIn,
-    TraceIn,
     VramIn,
     WarmIn,
     load_inputs,
     what_if,
 )
-from foreload.cli.output import JsonFlag, Output, facts, table
+from foreload.cli.output import JsonFlag, Output
 from foreload.cli.presets import PresetFlag
-from foreload.cli.simulate import link_text
-from foreload.errors import FileError, UsageError
+from foreload.cli.tune_show import show_forecast, show_result
+from foreload.errors import FileError, MismatchError, UsageError
 from foreload.quality import QualityReport
-from foreload.units import format_bytes
+from foreload.units import parse_bytes
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from collections.abc import Sequence
 
     from foreload.settings import Settings
-    from foreload.simulator.tune import TuneResult
+    from foreload.simulator.tune import TuneOptions, TuneResult
+    from foreload.traces.schema import Trace
 
 
 def tune(
     profile: ProfileIn,
-    trace: TraceIn,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Settings file to write, .json or .toml.")],
+    trace: Annotated[
+        list[Path], typer.Option("--trace", metavar="FILE", help="Recording (foreload record); may be repeated.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Settings file to write, .json or .toml.")
+    ] = None,
     vram: VramIn = None,
     slots: Annotated[
         int | None,
@@ -53,53 +58,148 @@ def tune(
     ] = None,
     preset: PresetFlag = None,
     warm: WarmIn = None,
+    robust: Annotated[
+        Literal["mean", "worst"],
+        typer.Option("--robust", help="Several recordings: their mean over all tokens, or the slowest one."),
+    ] = "mean",
     quality: Annotated[
         Path | None, typer.Option("--quality", metavar="FILE", help="Measured losses, from foreload quality --out.")
     ] = None,
+    format_loss: Annotated[
+        list[str] | None,
+        typer.Option("--format-loss", metavar="FORMAT=PERCENT", help="What an expert format loses, as given."),
+    ] = None,
     max_quality_loss: Annotated[
         float | None,
-        typer.Option("--max-quality-loss", metavar="PERCENT", help="With --quality: rise in perplexity to accept."),
+        typer.Option("--max-quality-loss", metavar="PERCENT", help="With either: rise in perplexity to accept."),
     ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option("--seed", min=0, help="Draw which requests plan, choose and report. Default: in their order."),
+    ] = None,
+    jobs: Annotated[int, typer.Option("--jobs", "-j", metavar="N", min=1, help="Processes of this machine.")] = 1,
+    backend: Annotated[
+        Literal["local", "dask"], typer.Option("--backend", help="Who simulates: this machine, or a Dask cluster.")
+    ] = "local",
+    address: Annotated[
+        str | None, typer.Option("--address", metavar="URL", help="With --backend dask: tcp://HOST:PORT.")
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", metavar="FILE", help="Keep what is finished here, and go on from it.")
+    ] = None,
+    study: Annotated[
+        bool, typer.Option("--study/--no-study", help="Also: single changes, more memory, a faster link or CPU.")
+    ] = True,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be simulated and how long.")] = False,
     run: Annotated[
         Path | None, typer.Option("--run", metavar="DIR", help="Also write a run folder for `foreload report`.")
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Find the best settings for a machine and a recording.
+    """Find the best settings for a machine and recordings.
 
     Integer programs propose, the simulator decides; the default stays unless something clearly beats it. Settings that
     change the text never compete without --max-quality-loss.
     """
     output = Output(as_json)
-    inputs = what_if(load_inputs(profile, trace, output), link, cpu_scale, machine)
+    if out is None and not dry_run:
+        raise UsageError("Missing option '--out': the settings file to write, or --dry-run")
+    inputs = what_if(load_inputs(profile, trace[0], output), link, cpu_scale, machine)
+    traces = [inputs.trace, *_more_traces(inputs, trace[1:])]
+    longest = context or max(int(one.position.max(initial=0)) for one in traces) + 1
     vram = inputs.vram if vram is None and slots is None else vram
     if (vram is None) == (slots is None):
         raise UsageError("give the memory budget with --vram or --slots, one of them")
-    if run is not None and inputs.assumed and profile.resolve() == (run / "profile.json").resolve():
-        raise UsageError(f"--run {run}: holds the measured profile, which an assumed one would replace: give another")
-    if (quality is None) != (max_quality_loss is None):
-        raise UsageError("--quality and --max-quality-loss go together: give both or none")
-    report = None if quality is None else QualityReport.load(quality)
-    base = _base(inputs, settings, preset, vram, slots, context)
-    result = _tune(inputs, base, vram, slots, context, output, report, max_quality_loss, warm)
+    if run is not None:
+        _check_run(run, inputs, profile, trace)
+    losses = _losses(format_loss)
+    if (quality is None and not losses) != (max_quality_loss is None):
+        raise UsageError("--quality (or --format-loss) and --max-quality-loss go together: give both or none")
+    base = _base(inputs, settings, preset, vram, slots, longest)
+    asked: TuneOptions = {
+        "vram_bytes": None if vram is None else parse_bytes(vram, "--vram"),
+        "context_tokens": longest,
+        "slots": slots,
+        "base": base,
+        "quality": None if quality is None else QualityReport.load(quality),
+        "format_loss_pct": losses,
+        "max_quality_loss_pct": max_quality_loss,
+        "warm": inputs.warm_counts(warm),
+        "draft_bytes": _draft_bytes(inputs, base, longest),
+        "robust": robust,
+        "seed": seed,
+        "jobs": jobs,
+        "backend": backend,
+        "address": address,
+        "resume": resume,
+    }
+    if dry_run:
+        _forecast(inputs, traces, asked, output)
+        return
+    assert out is not None
+    result = _tune(inputs, traces, asked, study, output)
     result.best.settings.save(out)
     if run is not None:
-        write_run(run, result, inputs, profile, trace)
+        write_run(run, result, inputs, profile, trace[0])
+    values = {"file": str(out), **_provenance(inputs), **result.as_dict()}
+    output.finish(values, lambda console: show_result(console, values, result))
+
+
+def _provenance(inputs: Inputs) -> dict[str, Any]:
     meta = inputs.profile.meta
-    values = {
-        "file": str(out),
+    return {
         "source": "simulated",
         "model": inputs.trace.meta.model,
         "machine": meta.machine,
         "device": meta.device,
         "emulated_link_bytes_per_s": meta.emulated_link_bytes_per_s,
-        **result.as_dict(),
     }
-    output.finish(values, lambda console: _show(console, values, result))
+
+
+def _more_traces(inputs: Inputs, paths: Sequence[Path]) -> list[Trace]:
+    """Further recordings of the same model shape; MismatchError names both shapes."""
+    from foreload.traces.io import read_trace
+
+    found = [read_trace(path) for path in paths]
+    for path, trace in zip(paths, found, strict=True):
+        if trace.meta.shape_hash != inputs.shape.hash:
+            raise MismatchError(
+                f"{path}: recorded from model shape {trace.meta.shape_hash}, the first recording is of "
+                f"{inputs.shape.hash}"
+            )
+    return found
+
+
+def _losses(given: list[str] | None) -> dict[str, float]:
+    """Of --format-loss, by format."""
+    from typing import get_args
+
+    from foreload.formats import ExpertFormat
+
+    found: dict[str, float] = {}
+    for text in given or ():
+        name, _, value = text.partition("=")
+        known = get_args(ExpertFormat)
+        try:
+            if name not in known:
+                raise ValueError
+            found[name] = float(value)
+        except ValueError as error:
+            raise UsageError(
+                f"--format-loss {text!r}: a format ({', '.join(known)}) and per cent, like fp8=0.4"
+            ) from error
+    return found
+
+
+def _check_run(run: Path, inputs: Inputs, profile: Path, traces: Sequence[Path]) -> None:
+    if len(traces) > 1:
+        raise UsageError(f"--run {run}: a run folder holds one recording, {len(traces)} were given")
+    if inputs.assumed and profile.resolve() == (run / "profile.json").resolve():
+        raise UsageError(f"--run {run}: holds the measured profile, which an assumed one would replace: give another")
 
 
 def _base(
-    inputs: Inputs, path: Path | None, preset: str | None, vram: str | None, slots: int | None, context: int | None
+    inputs: Inputs, path: Path | None, preset: str | None, vram: str | None, slots: int | None, context: int
 ) -> Settings:
     """The default to beat."""
     from foreload.settings import Settings
@@ -111,36 +211,40 @@ def _base(
     return inputs.preset(preset, inputs.slot_budget(vram, context, Settings()) if vram is not None else slots)
 
 
-def _tune(
-    inputs: Inputs,
-    base: Settings,
-    vram: str | None,
-    slots: int | None,
-    context: int | None,
-    output: Output,
-    quality: QualityReport | None,
-    max_quality_loss_pct: float | None,
-    warm: Path | None,
-) -> TuneResult:
-    from foreload.simulator.tune import tune as search
-
-    budget = inputs.slot_budget(vram, context, base) if vram is not None else slots
+def _draft_bytes(inputs: Inputs, base: Settings, context: int) -> int | None:
+    """Device bytes of the draft model that is on the device anyway, or else of the one that drafted the recording."""
     drafted = inputs.profile.meta.draft_model if inputs.trace.meta.sampling.get("draft") == "model" else None
+    name = base.draft.model_name or drafted
+    return None if name is None else inputs.draft_bytes(name, context)
+
+
+def _tune(inputs: Inputs, traces: Sequence[Trace], asked: TuneOptions, study: bool, output: Output) -> TuneResult:
+    from foreload.simulator.tune import prepare
+
     with output.progress() as progress:
         task = progress.add_task("tuning", total=None)
-        return search(
-            inputs.trace,
-            inputs.profile,
-            inputs.shape,
-            inputs.dtype,
-            slots=budget,
-            base=base,
-            quality=quality,
-            max_quality_loss_pct=max_quality_loss_pct,
-            warm=inputs.warm_counts(warm),
-            draft_bytes=None if drafted is None else inputs.draft_bytes(drafted, context),
-            progress=lambda done, total, what: progress.update(task, description=what, completed=done, total=total),
-        )
+
+        def told(done: int, total: int, what: str) -> None:
+            progress.update(task, description=what, completed=done, total=total)
+
+        shown: TuneOptions = {**asked, "progress": told}
+        with prepare(traces, inputs.profile, inputs.shape, inputs.dtype, **shown) as tuning:
+            result = tuning.run(study)
+            if tuning.pool.reused:
+                output.note(f"{asked['resume']}: {tuning.pool.reused} results of an earlier run were used")
+            return result
+
+
+def _forecast(inputs: Inputs, traces: Sequence[Trace], asked: TuneOptions, output: Output) -> None:
+    from foreload.simulator.tune import prepare
+    from foreload.simulator.tuner.forecast import forecast
+
+    workers = {"resume": None, "jobs": 1, "backend": "local", "address": None}
+    alone: TuneOptions = {**asked, **workers}  # type: ignore[typeddict-item]
+    with prepare(traces, inputs.profile, inputs.shape, inputs.dtype, **alone) as tuning:
+        found = replace(forecast(tuning), jobs=asked["jobs"])
+    values = {**_provenance(inputs), **found.as_dict()}
+    output.finish(values, lambda console: show_forecast(console, values, found))
 
 
 def write_run(folder: Path, result: TuneResult, inputs: Inputs, profile: Path, trace: Path) -> None:
@@ -166,47 +270,3 @@ def _copy(source: Path, target: Path) -> None:
     if not (target.exists() and target.samefile(source)):
         with atomic_path(target) as partial:
             shutil.copyfile(source, partial)
-
-
-def _show(console: Console, values: dict[str, Any], result: TuneResult) -> None:
-    verdict = "nothing clearly beats the default: it stays"
-    if not result.kept_default:
-        verdict = f"{result.speedup:.2f} times as fast as the default, simulated"
-    console.print(
-        facts(
-            f"{values['model']} on {values['device']}: {verdict}",
-            {
-                "machine": values["machine"] + link_text(values["emulated_link_bytes_per_s"]),
-                "budget": f"{result.slots} expert slots, staging included",
-                "best": result.best.settings.describe(),
-                **_text(result),
-                "written to": values["file"],
-            },
-        )
-    )
-    bound, resident = values["bounds"]["floor_ms"], values["bounds"]["resident_ms"]
-    held = "requests held out" if result.held_out else "the requests that chose"
-    note = f"source: simulated, on {held}; bound {bound:.3f} ms, every expert resident {resident:.3f} ms"
-    rows = [_row("default", values["default"]), _row("best", values["best"])]
-    console.print(table("", ("", "ms per token", "hits", "copied per token", "stall, ms"), rows, note))
-    families = [(c.family, f"{c.tpot_ns / 1e6:.3f}") for c in result.families()]
-    console.print(table("Best of each family", ("family", "ms per token"), families, "source: simulated, to choose by"))
-
-
-def _text(result: TuneResult) -> dict[str, str]:
-    """What the best settings do to the text, if anything."""
-    if not result.best.settings.speculate_layers:
-        return {}
-    loss = f"changes: perplexity {result.quality_loss_pct:+.2f} % (measured)"
-    return {"text": f"{loss}; simulated on routing that may drift (assumed): record again under these settings"}
-
-
-def _row(name: str, shown: dict[str, Any]) -> tuple[str, ...]:
-    predicted = shown["predicted"]
-    return (
-        name,
-        f"{predicted['tpot_ms']:.3f}",
-        f"{predicted['hit_rate']:.1%}",
-        format_bytes(predicted["bytes_per_token"]),
-        f"{sum(predicted['stall_per_token_ms'].values()):.3f}",
-    )

@@ -110,6 +110,7 @@ class Plan:
     """Slots per layer for one of the settings that were asked about; times per token as the tables have them."""
 
     settings: Settings
+    slots: int  # there were, staging included
     planned_ns: float
     bound_ns: float  # no division of the slots is planned to take less
     relaxed_ns: float | None  # the linear program's bound; None: not asked for
@@ -213,23 +214,24 @@ class Bench:
             if room >= 0:
                 tables = [layer_costs(grid, costs, settings, context, points) for grid in grids]
                 weights = [max(1, grid[0].tokens) for grid in grids]
-                found += self._plans(job, settings, _joined(tables, weights, job.robust), room)
+                table = _joined(tables, weights, job.robust)
+                found += [_plan_of(settings, slots, one, job.relax) for one in self._solutions(job, table, room)]
         return tuple(found)
 
-    def _plans(self, job: PlanJob, settings: Settings, table: NDArray[np.float64], room: int) -> list[Plan]:
+    def _solutions(self, job: PlanJob, table: NDArray[np.float64], room: int) -> list[Solution]:
         counts = np.tile(np.arange(self._shape.experts + 1), (self._shape.n_moe_layers, 1))
         problem = Problem(table, {"vram": counts}, {"vram": room})
         if job.count > 1:
             solutions = best_plans(problem, job.count, job.distance)
         else:
             solutions = [by_sorting(problem) if job.rough else solve(problem, relax=job.relax)]
-        return [_plan_of(settings, solution, job.relax) for solution in solutions if solution.found]
+        return [solution for solution in solutions if solution.found]
 
 
-def _plan_of(settings: Settings, solution: Solution, relax: bool) -> Plan:
+def _plan_of(settings: Settings, slots: int, solution: Solution, relax: bool) -> Plan:
     planned = settings.changed(slots_per_layer=solution.choice, cache_ratio=None)
     relaxed = solution.relaxed if relax else None
-    return Plan(planned, solution.objective, solution.bound, relaxed, solution.outcome.value, solution.solver)
+    return Plan(planned, slots, solution.objective, solution.bound, relaxed, solution.outcome.value, solution.solver)
 
 
 def _joined(tables: Sequence[NDArray[np.float64]], weights: Sequence[int], robust: Robust) -> NDArray[np.float64]:

@@ -12,6 +12,7 @@ from foreload.settings import Settings
 from foreload.simulator.bounds import Bounds
 from foreload.simulator.candidates import Candidate
 from foreload.simulator.tuner.jobs import Plan, Robust
+from foreload.simulator.tuner.study import Study
 
 PRESET = "preset "
 """How the names of candidates begin that are presets."""
@@ -33,6 +34,7 @@ class TuneResult:
     plan: Plan | None = None  # the cheapest division of slots, with what is proven about it
     recordings: int = 1
     robust: Robust = "mean"
+    study: Study | None = None  # what lies around the answer, if asked for
     losses: Mapping[Settings, float] | None = None  # of candidates that change the text
     passed_over: Mapping[str, float] | None = None  # family -> ms per token, of those simulated on a part alone
 
@@ -47,6 +49,11 @@ class TuneResult:
         if self.default.report is not None and self.best.report is not None:
             return self.default.report.tpot_ns / self.best.report.tpot_ns
         return self.default.tpot_ns / self.best.tpot_ns
+
+    @property
+    def changes_text(self) -> bool:
+        """Whether the best settings give other text than the default."""
+        return self.best.settings in (self.losses or {})
 
     def families(self) -> tuple[Candidate, ...]:
         """The best candidate of each family, best first."""
@@ -82,6 +89,7 @@ class TuneResult:
             "passed_over_ms": dict(self.passed_over or {}),
             "program": None if self.plan is None else plan_values(self.plan),
             "bounds": self.bounds.as_dict(),
+            "study": None if self.study is None else self.study.as_dict(),
             "quality_loss_pct": self.quality_loss_pct,
             "quality_front": [
                 {"loss_pct": loss, "name": c.name, "tpot_ms": c.tpot_ns / 1e6} for loss, c in self.quality_front()

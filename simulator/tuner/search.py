@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from foreload.settings import Settings
 from foreload.simulator.candidates import NO_PREFETCH, Candidate, Space, family
 from foreload.simulator.result import SimResult, joined
-from foreload.simulator.tuner.jobs import Chosen, Plan, PlanJob, Robust, SimJob, sharing
+from foreload.simulator.tuner.jobs import PROFILED, Chosen, Plan, PlanJob, Robust, SimJob, sharing
 from foreload.simulator.tuner.moves import neighbours
 from foreload.simulator.tuner.pool import Pool
+from foreload.simulator.whatif import Machine
+from foreload.traces.schema import PREFILL
 
 PLAN_STEPS, WHOLE_STEPS, SCREEN_STEPS = 256, 1024, 192
 """Decode steps of a recording by which options are planned, then the best of them, and candidates compared first."""
@@ -49,28 +49,33 @@ class Search:
     """One search: `fit` requests plan, `select` requests choose."""
 
     def __init__(self, pool: Pool, space: Space, fit: Chosen, select: Chosen, robust: Robust = "mean") -> None:
-        self._pool, self._space = pool, space
+        self._pool, self.space = pool, space
         self._fit, self._select, self._robust = fit, select, robust
-        self._plan_steps = self._part(fit, PLAN_STEPS)
-        self._screen_steps = self._part(select, SCREEN_STEPS)
+        self.plan_steps = self._part(fit, PLAN_STEPS)
+        self.screen_steps = self._part(select, SCREEN_STEPS)
         self.whole_steps = self._part(fit, WHOLE_STEPS)
-        """Steps of each request that the best options are planned on; None: all."""
+        """Steps of each request that options are planned on, then the best of them, and candidates compared first."""
 
     def _part(self, chosen: Chosen, steps: int) -> int | None:
         """Steps of each request that make a part of about `steps`; None: all, where that is hardly more."""
-        decoded, most = [], 1
+        most = max((len(numbers) for numbers in chosen), default=1)
+        return None if self.steps_of(chosen, None) <= 2 * steps * len(chosen) else -(-steps // most)
+
+    def steps_of(self, chosen: Chosen, steps: int | None) -> int:
+        """Decode rows of all recordings together, up to so many of each request."""
+        total = 0
         for trace, numbers in zip(self._pool.context.traces, chosen, strict=True):
-            rows = np.isin(trace.request, numbers) & (trace.phase != 0)
-            decoded.append(int(rows.sum()))
-            most = max(most, len(numbers))
-        return None if max(decoded) <= 2 * steps else -(-steps // most)
+            for number in numbers:
+                rows = int(((trace.request == number) & (trace.phase != PREFILL)).sum())
+                total += rows if steps is None else min(rows, steps)
+        return total
 
     def run(self) -> Found:
         """Plan, shorten, simulate, change, until nothing helps."""
-        fixed = list(self._space.fixed())
+        fixed = list(self.space.fixed())
         found = Found(fixed[0])
         found.plans = self._plans()
-        presets = list(self._space.presets())
+        presets = list(self.space.presets())
         first = [fixed[0], *presets]
         self._try(found, [*first, *fixed[1:], *_short_list(found.plans)], {c.settings for c in first})
         self._try(found, self._best_plans(found))
@@ -88,24 +93,31 @@ class Search:
 
     def options(self) -> list[Settings]:
         """Settings whose slots are planned: every way to serve a miss with every way to look ahead."""
-        prefetches = list(self._space.prefetches())
-        base = self._space.base.changed(draft={}, pool="layer", slots_per_layer=None, cache_ratio=None)
-        found = [base.changed(**miss, **prefetch) for miss in self._space.misses() for prefetch in prefetches]
-        return [option for option in found if self._space.loss_pct(option) is not None]
+        prefetches = list(self.space.prefetches())
+        base = self.space.base.changed(draft={}, pool="layer", slots_per_layer=None, cache_ratio=None)
+        found = [base.changed(**miss, **prefetch) for miss in self.space.misses() for prefetch in prefetches]
+        return [option for option in found if self.space.loss_pct(option) is not None]
 
     def _plans(self) -> list[Plan]:
         """One program per option, all with the eviction order that plans best without prefetch or CPU."""
-        like = PlanJob((), self._fit, self._plan_steps, self._robust, rough=True)
+        like = self.rough_plan()
         plain = self.options()[0].changed(miss_action="fetch", admission="demand", **NO_PREFETCH)
-        orders = ("lru", "lfu", "lfru", "utility", *(("static",) if self._space.warm else ()))
+        orders = ("lru", "lfu", "lfru", "utility", *(("static",) if self.space.warm else ()))
         tried = self._planned([plain.changed(eviction=name) for name in orders], like, "plan evictions")
         eviction = min(tried, key=lambda plan: plan.planned_ns).settings.eviction if tried else plain.eviction
         plans = self._planned([option.changed(eviction=eviction) for option in self.options()], like, "plan")
         return sorted(plans, key=lambda plan: plan.planned_ns)
 
     def _planned(self, options: Sequence[Settings], like: PlanJob, what: str) -> list[Plan]:
-        asks = [(option, self._space.budget(option)) for option in options]
-        jobs = sharing(asks, self._space.shape, like)
+        asks = [(option, self.space.budget(option)) for option in options]
+        return self.plans(sharing(asks, self.space.shape, like), what)
+
+    def rough_plan(self, machine: Machine = PROFILED) -> PlanJob:
+        """How options are planned first: on a part, by sorting."""
+        return PlanJob((), self._fit, self.plan_steps, self._robust, rough=True, machine=machine)
+
+    def plans(self, jobs: Sequence[PlanJob], what: str) -> list[Plan]:
+        """All plans of the jobs."""
         return [plan for done in self._pool.map(jobs, what) for plan in done if isinstance(plan, Plan)]
 
     def _best_plans(self, found: Found) -> list[Candidate]:
@@ -124,7 +136,7 @@ class Search:
     def _changes(self, start: Candidate) -> list[Candidate]:
         return [
             Candidate(f"{start.name}, {what}" if len(start.name) < 60 else start.name, family(other), other)
-            for what, other in neighbours(self._space, start.settings)
+            for what, other in neighbours(self.space, start.settings)
         ]
 
     def _try(self, found: Found, candidates: Sequence[Candidate], always: Collection[Settings] = ()) -> None:
@@ -135,8 +147,8 @@ class Search:
                 new.setdefault(candidate.settings, candidate)
         found.names.update(new)
         wanted = list(new)
-        if self._screen_steps is not None and wanted:
-            parts = self._simulated(wanted, self._screen_steps, "simulate a part")
+        if self.screen_steps is not None and wanted:
+            parts = self._simulated(wanted, self.screen_steps, "simulate a part")
             found.part.update(dict(zip(wanted, (self._tpot(results) for results in parts), strict=True)))
             limit = (NEAR if always else NEARER) * min(found.part.values())
             order = sorted(wanted, key=lambda settings: found.part[settings])
@@ -152,6 +164,14 @@ class Search:
         """Results per job and recording."""
         done = self._pool.map(jobs, what)
         return [tuple(one for one in results if isinstance(one, SimResult)) for results in done]
+
+    def part_job(self, settings: Settings, machine: Machine) -> SimJob:
+        """To simulate on the part that candidates are compared on first."""
+        return SimJob(settings, self._select, self.screen_steps, machine)
+
+    def times(self, jobs: Sequence[SimJob], what: str) -> list[float]:
+        """Nanoseconds per token of each job, as recordings are judged."""
+        return [self._tpot(results) for results in self.simulated(jobs, what)]
 
     def _tpot(self, results: Sequence[SimResult]) -> float:
         return max(r.tpot_ns for r in results) if self._robust == "worst" else joined(results).tpot_ns
