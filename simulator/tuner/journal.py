@@ -51,8 +51,9 @@ class Journal:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def __len__(self) -> int:
-        return len(self._done)
+    def keys(self) -> set[str]:
+        """Finished jobs."""
+        return set(self._done)
 
     def _read(self) -> int:
         """Take in all whole lines; their length in bytes."""

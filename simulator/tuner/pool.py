@@ -40,8 +40,8 @@ class Pool:
         self.context, self._jobs, self._journal = context, jobs, journal
         self._progress = progress or (lambda done, total, what: None)
         self._client = _connect(address) if address is not None else None
-        self.reused = 0
-        """Results that came from the journal."""
+        self._earlier = set() if journal is None else journal.keys()
+        self._reused: set[str] = set()
 
     def __enter__(self) -> Pool:
         return self
@@ -49,6 +49,11 @@ class Pool:
     def __exit__(self, *_: object) -> None:
         if self._client is not None:
             self._client.close()
+
+    @property
+    def reused(self) -> int:
+        """Results of an earlier run that were used."""
+        return len(self._reused)
 
     def map(self, jobs: Sequence[Job], what: str) -> list[Done]:
         """Results in the order of `jobs`; equal jobs are done once."""
@@ -58,7 +63,7 @@ class Pool:
         if self._journal is not None:
             kept = {key: self._journal.get(key) for key in wanted}
             found = {key: done for key, done in kept.items() if done is not None}
-            self.reused += len(found)
+            self._reused |= self._earlier & found.keys()
         todo = [key for key in wanted if key not in found]
         self._progress(len(found), len(wanted), what)
         for key, done in zip(todo, self._perform([wanted[key] for key in todo]), strict=True):
