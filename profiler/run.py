@@ -105,9 +105,9 @@ def _graphs(engine: Engine, effort: probes.Effort) -> tuple[Bench, Groups]:
         ("copies beside decoding", lambda: graph_probes.company(bench, effort, basis)),
         ("experts on the CPU", lambda: graph_cpu.cpu_experts(bench, effort)),
         ("predictions", lambda: graph_probes.variants(bench, effort, basis)),
+        ("prefill", lambda: probes.prefill(bench, effort)),
         ("verify steps", windows_of),
         ("link", lambda: probes.sizes(bench, effort)),
-        ("prefill", lambda: probes.prefill(bench, effort)),
         ("formats", lambda: by_format(bench, effort.rounds, probes.thread_counts(), effort.seconds / 4)),
     )
 
