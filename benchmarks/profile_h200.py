@@ -31,7 +31,7 @@ from foreload.profiler.stats import in_time
 from foreload.simulator.costs import SCALE, CostModel
 from foreload.traces.schema import Trace
 
-FULL_S, CASES_S = 240, 20
+FULL_S, CASES_S = 240, 12
 """Seconds that must be left for the full profile; seconds kept for the cases."""
 
 

@@ -32,7 +32,7 @@ class Effort:
     chunks: tuple[int, ...]
     sizes: tuple[int, ...]
     waits: tuple[int, ...] = (0, 50, 100, 200, 500, 1000, 2000)
-    seconds: float = 0.25
+    seconds: float = 0.15
     depth: int = 2
 
 
