@@ -38,6 +38,8 @@ class GraphCapture:
 
     def __call__(self, piece: Piece) -> int:
         """See `Capture`. Other threads may query events meanwhile."""
+        if not self._graphs:  # the last graph of a pool takes it along
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
