@@ -22,6 +22,7 @@ from benchmarks.decode_rows import measure_rates
 from benchmarks.workloads import Case, Engines, Way, Workload
 from foreload.backend.cuda.forward import FastForward
 from foreload.backend.engine import Engine
+from foreload.backend.generation import Generation
 from foreload.backend.policy import Counter
 from foreload.backend.policy.state import DECODE
 from foreload.backend.replay import Replay
@@ -74,8 +75,11 @@ def find_costs(engine: Engine, out: Path) -> CostModel | None:
 class Beside:
     """Measures cells on one engine until a time on the monotonic clock."""
 
-    def __init__(self, engine: Engine, workloads: Sequence[Workload], until: float) -> None:
-        self.engine, self.until = engine, until
+    def __init__(
+        self, engine: Engine, workloads: Sequence[Workload], until: float, link_bytes_per_s: int | None = None
+    ) -> None:
+        """`link_bytes_per_s`: a slower link for the steps, not for what caches start with."""
+        self.engine, self.until, self._link = engine, until, link_bytes_per_s
         self._workloads = {one.name: one for one in workloads}
         self._recorded: dict[tuple[str, Way, str], Replay] = {}
         self._starts = {one.name: one.start for one in workloads}
@@ -113,9 +117,7 @@ class Beside:
             engine.warm_by(self._starts[cell.workload])
             engine.apply(case.settings)
             engine.reset_cache()
-            request = recorded.requests()[0]
-            before = engine.replay(recorded, request, case.warm, cell.context)
-            done = engine.replay(recorded, request, case.steps, cell.context + before.decode_tokens, case.warm)
+            done = self._steps(recorded, case, cell.context)
         cell.capacity = engine.capacity
         seconds = time.monotonic() - begun
         self._seconds.append(seconds)
@@ -128,6 +130,19 @@ class Beside:
                 "seconds": seconds,
             }
         )
+
+    def _steps(self, recorded: Replay, case: Case, context: int) -> Generation:
+        """The steps that are not timed, then those that are."""
+        engine, request = self.engine, recorded.requests()[0]
+        own = engine.link_bytes_per_s
+        if self._link is not None:
+            engine.throttle(self._link)
+        try:
+            before = engine.replay(recorded, request, case.warm, context)
+            return engine.replay(recorded, request, case.steps, context + before.decode_tokens, case.warm)
+        finally:
+            if self._link is not None:
+                engine.throttle(own)
 
 
 def _named(counters: NDArray[np.int64]) -> dict[str, int]:

@@ -136,10 +136,11 @@ def _tuned(inputs: Inputs, budget: Budget) -> dict[str, Any]:
         inputs.trace, costs.profile, costs.shape, costs.profile.meta.dtype, slots=inputs.slots(budget),
         warm=inputs.start,
     )  # fmt: skip
+    seconds = time.perf_counter() - begun
     named = {"tuned": result.best, "default": result.default, **{c.name: c for c in result.presets()}}
     return {
-        "seconds": time.perf_counter() - begun,
-        "named": {name: [_plain(c.settings), c.tpot_ns / 1e6] for name, c in named.items()},
+        "seconds": seconds,
+        "named": {name: [_plain(c.settings), _simulated(inputs, costs, c.settings, None)] for name, c in named.items()},
         "candidates": len(result.candidates),
     }
 

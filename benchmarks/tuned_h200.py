@@ -37,10 +37,10 @@ from foreload.traces.schema import Trace
 FILE, PREPARED = "tuned-h200.json", "tuned-h200-prepared.json"
 RATIOS = (0.17, 0.25, 0.05, 0.5)
 LINKS = (None, 12_000_000_000)
-CONTEXT, WARM, STEPS, REPEATS = 1024, 8, 24, 3
+CONTEXT, WARM, STEPS, REPEATS = 1024, 8, 20, 3
 PREPARE_SHARE, FULL_LINK_SHARE, MEASURE_SHARE = 0.4, 0.6, 0.95
-FEW = 3
-"""Of the grid's and of the presets' best, those that are measured first."""
+FEW = {"grid": 3, "presets": 2}
+"""Of the best of each, those that are measured first."""
 
 
 def on_engine(engine: Engine, routing: Mapping[str, Trace], until: float, out: Path) -> dict[str, Any]:
@@ -74,16 +74,11 @@ def measure(
     prepared = prepared_in(out, inputs, budgets, PREPARE_SHARE * (until - begun), first)
     found = provenance(engine, [workload]) | {"repeats": REPEATS, "prepared": prepared, "rows": []}
     write_json(out / FILE, found)
-    before = engine.link_bytes_per_s
-    try:
-        for at, link in enumerate(links):
-            share = FULL_LINK_SHARE if at + 1 < len(links) else MEASURE_SHARE
-            now = time.monotonic()
-            engine.throttle(link if link is not None else before)
-            costs = inputs.costs(Budget(link, 0.0))
-            _measure_link(engine, workload, costs, link, prepared, found, context, now + share * (until - now), out)
-    finally:
-        engine.throttle(before)
+    for at, link in enumerate(links):
+        share = FULL_LINK_SHARE if at + 1 < len(links) else MEASURE_SHARE
+        now = time.monotonic()
+        costs = inputs.costs(Budget(link, 0.0))
+        _measure_link(engine, workload, costs, link, prepared, found, context, now + share * (until - now), out)
     found["regret"] = regrets(found)
     write_json(out / FILE, found)
     return found
@@ -118,14 +113,14 @@ def _measure_link(
     until: float,
     out: Path,
 ) -> None:
-    """Rounds on one link: what decides regret first, then the rest once, then what decides again."""
+    """Rounds on one link: what decides regret twice, then the rest, then all again; simulations beside them."""
     engine.use_costs(lambda wanted: split_costs(costs, engine.shape, wanted))
     groups = [
         cells(of, workload.name, context) for of in prepared["budgets"].values() if of["link_bytes_per_s"] == link
     ]
     telling, others = [c for one, _ in groups for c in one], [c for _, rest in groups for c in rest]
-    beside, known = Beside(engine, [workload], until), list(found["rows"])
-    for turn in (telling, others, telling, telling, others):
+    beside, known = Beside(engine, [workload], until, link), list(found["rows"])
+    for turn in (telling, telling, others, telling, others):
         beside.round(turn)
         now = [row(cell, engine) | {"link_bytes_per_s": link} for cell in (*telling, *others)]
         found["rows"] = known + now
@@ -139,7 +134,7 @@ def cells(of: Mapping[str, Any], workload: str, context: int) -> tuple[list[Cell
     named: dict[str, dict[str, Any]] = {name: entry[0] for name, entry in of["named"].items()}
     named |= {f"grid {at}": entry[0] for at, entry in enumerate(of["grid"], 1)}
     presets = sorted((n for n in of["named"] if n.startswith("preset ")), key=lambda n: of["named"][n][1])
-    first = {"tuned", "default", *(f"grid {at}" for at in range(1, FEW + 1)), *presets[:FEW]}
+    first = {"tuned", "default", *(f"grid {at}" for at in range(1, FEW["grid"] + 1)), *presets[: FEW["presets"]]}
     alike: dict[Settings, list[str]] = {}
     for name, fields in named.items():
         alike.setdefault(Settings.parse(fields), []).append(name)
