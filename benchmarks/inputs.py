@@ -53,6 +53,34 @@ def profile() -> HardwareProfile:
     return HardwareProfile(meta=meta, measurements=tuple(measurements))
 
 
+def graph_profile() -> HardwareProfile:
+    """The same for an engine that launches graphs."""
+    top_k, points = SHAPE.top_k, list[Measurement]()
+
+    def add(probe: str, us: float, gpu_us: float = 0.0, **at: int) -> None:
+        points.append(Measurement(probe=probe, at=at, p50_us=us, p95_us=us, gpu_us=gpu_us, repeats=1, source="assumed"))
+
+    for name in ("launch", "embed", "finish", "queue", "issue", "late", "wait", "copy_start", "submit", "upload"):
+        add(name, 4.0)
+    for name in ("head", "enter_cpu", "replayed"):
+        add(name, 2.0, 20.0)
+    add("plan", 10.0, copies=0)
+    add("speculated", 0.0, 30.0, context=1)
+    for context in (1, 4096):
+        add("attention", 3.0, 40.0, context=context)
+        add("whole", 0.0, 3000.0, context=context)
+    for copies in (0, 1):
+        add("gpu_beside_copy", 0.0, 60.0, copies=copies)
+    for depth in (1, 2):
+        add("predict", 4.0 * depth, 5.0 * depth, depth=depth)
+    for n in (1, top_k):
+        add("experts_gpu", 3.0, 4.0 * n, experts=n)
+    base, made = profile(), {m.probe for m in points}
+    kept = [m for m in base.measurements if m.probe not in {*made, "route", "both"}]
+    meta = base.meta.model_copy(update={"device": "cuda", "path": "graphs"})
+    return HardwareProfile(meta=meta, measurements=(*kept, *points))
+
+
 def trace(tokens: int, seed: int = 0) -> Trace:
     """One request of `tokens` decode steps; each token keeps an expert of the last with probability KEEP."""
     rng = np.random.default_rng(seed)

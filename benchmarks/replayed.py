@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from foreload.backend.cuda.forward import FastForward
 from foreload.backend.engine import Engine
 from foreload.backend.policy import Counter
 from foreload.backend.policy.state import DECODE
@@ -28,6 +29,8 @@ from foreload.simulator.validation import Figures, rates
 from foreload.traces.remodel import as_deep, of_shape, renamed, with_windows, without_windows
 from foreload.traces.schema import PREFILL, Trace
 
+BEHAVIOURS = 24
+"""Graphs to keep captured: trials take turns, and none should wait for a capture twice."""
 ACCEPTED = (0.7, 0.6, 0.5, 0.5)
 """Share of drafts kept by their place in a window, where the recording has none: round figures."""
 
@@ -170,6 +173,8 @@ class Bench:
         from foreload.simulator.costs import split_costs
 
         self._engine, self._works = engine, works
+        if isinstance(engine.forward, FastForward):
+            engine.forward.behaviours = BEHAVIOURS
         self._replays = {gamma: Replay(work.trace, engine.shape, engine.device) for gamma, work in works.items()}
         engine.use_costs(lambda settings: split_costs(costs, engine.shape, settings))
 

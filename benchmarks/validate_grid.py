@@ -47,7 +47,7 @@ CHOSEN: tuple[tuple[float, tuple[dict[str, Any], ...]], ...] = (
         ),
     ),
     (0.5, ({}, {"eviction": "lfru"} | D1, CPU | LATER, SPLIT | LATER, FIXED | SPLIT | WARMED)),
-    (1.0, (FIXED, FIXED | D1, FIXED | NGRAM)),
+    (1.0, (FIXED, {}, FIXED | NGRAM)),
 )  # fmt: skip
 
 
