@@ -25,8 +25,10 @@ import torch
 
 from benchmarks import (
     decode,
+    drift,
     gpu_loop,
     kernel_times,
+    prefill,
     profile_h200,
     spac_h200,
     tuned_h200,
@@ -53,6 +55,8 @@ SHARED: dict[str, Shared] = {
     "profile": profile_h200.on_engine,
     "kernel_times": kernel_times.on_engine,
     "decode": decode.on_engine,
+    "prefill": prefill.on_engine,
+    "drift": drift.on_engine,
     "validate": validate_h200.on_engine,
     "tuned": tuned_h200.on_engine,
     "union": union_h200.on_engine,

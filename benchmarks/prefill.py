@@ -145,7 +145,8 @@ class Prompts:
 
 def on_engine(engine: Engine, routing: Mapping[str, Trace], until: float, out: Path) -> dict[str, Any]:
     """The table on an open engine, until a time on the monotonic clock."""
-    return Prompts(engine, Wanted(out, until=until)).run(routing)
+    tokens = min(4096, engine.options.context_tokens - 3 * AFTER - 8)
+    return Prompts(engine, Wanted(out, tokens, (tokens, tokens // 4), until)).run(routing)
 
 
 def main(args: Sequence[str] | None = None, checkpoint: Checkpoint | None = None) -> dict[str, Any]:

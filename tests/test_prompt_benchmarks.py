@@ -1,4 +1,4 @@
-"""The benchmarks of prompts and of drift on a toy shape."""
+"""The benchmarks of prompts, of drift and of `accelerate` on a toy shape."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import drift, prefill
+from benchmarks import accelerate_row, drift, prefill
 from foreload.backend.models.checkpoint import Checkpoint
 
 SMALL = {
@@ -56,3 +57,22 @@ def test_they_keep_their_time(tmp_path: Path) -> None:
         over = time.monotonic() - 1
         assert len(prefill.on_engine(engine, routing, over, tmp_path)["left_out"]) == 4
         assert drift.on_engine(engine, routing, over, tmp_path)["blocks"] == []
+
+
+@pytest.mark.integration
+@pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning")
+def test_accelerate_row_counts_prompt_and_tokens_apart(tmp_path: Path) -> None:
+    flags = ["--device", "cpu", "--out", str(tmp_path / "row.json"), "--context", "16", "--tokens", "2"]
+    found = accelerate_row.main(flags, **SMALL)
+    assert json.loads((tmp_path / "row.json").read_text()) == found
+    assert len(found["token_ms"]) == 2
+    assert min(found["ttft_ms"], *found["token_ms"]) > 0
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("size", [7, accelerate_row.PATTERN + 3])
+def test_random_weights_are_written_to_the_end(size: int) -> None:
+    weights = torch.full((size,), float("nan"))
+    accelerate_row.fill(weights)
+    assert weights.isfinite().all()
+    assert weights.std() > 0
