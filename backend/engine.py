@@ -28,7 +28,7 @@ from foreload.backend.generation import DecodeStep, Generation
 from foreload.backend.models.checkpoint import Checkpoint
 from foreload.backend.models.decoder import Decoder
 from foreload.backend.observe import Observer
-from foreload.backend.options import EngineOptions, available_bytes
+from foreload.backend.options import EngineOptions, available_bytes, working_bytes
 from foreload.backend.placement import other_cores, place_threads
 from foreload.backend.policy import Brain, SplitCosts, compile_policies
 from foreload.backend.predict import Predictor
@@ -126,7 +126,8 @@ class Engine:
         return cls(Checkpoint.open(model), options or EngineOptions(), settings)
 
     def _slot_limit(self, settings: Settings) -> int:
-        context, beside = self.options.context_tokens, self._draft_bytes
+        context = self.options.context_tokens
+        beside = self._draft_bytes + working_bytes(self.options, self.shape, settings)
         return slot_budget(self.shape, self.dtype_name, self._vram_bytes, context, settings, beside)
 
     def _open_forward(self, decoder: Decoder) -> tuple[Copies, Forward, str]:

@@ -9,7 +9,11 @@ from typing import Literal
 import psutil
 import torch
 
+from foreload.backend.cuda.buffers import DeviceMemory
+from foreload.backend.experts.batch import chunk_bytes
 from foreload.errors import UsageError
+from foreload.settings import Settings
+from foreload.shape import ModelShape
 
 Device = Literal["cpu", "cuda"]
 DEFAULT_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
@@ -43,6 +47,17 @@ class EngineOptions:
     def resolved_dtype(self) -> str:
         """The dtype's name."""
         return self.dtype or DEFAULT_DTYPE[self.device]
+
+
+def working_bytes(options: EngineOptions, shape: ModelShape, settings: Settings) -> int:
+    """Device bytes, on a GPU, of a prompt chunk and of the static memory of graphs, for steps as long as drafts are."""
+    if options.device != "cuda":
+        return 0
+    dtype = getattr(torch, options.resolved_dtype)
+    found = chunk_bytes(shape, dtype, min(settings.prefill_chunk_tokens, options.context_tokens))
+    if not options.eager:
+        found += DeviceMemory.bytes(shape, settings.draft.gamma + 1, options.context_tokens, dtype)
+    return found
 
 
 def available_bytes(options: EngineOptions) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -125,3 +125,12 @@ class DeviceMemory:
         scratch = self.scratch
         part = AttentionScratch(scratch.chunk, scratch.largest[:rows], scratch.weight[:rows], scratch.partial[:rows])
         return DeviceMemory(current=self.current, scratch=part, **views)
+
+    @classmethod
+    def bytes(cls, shape: ModelShape, rows: int, context: int, dtype: torch.dtype) -> int:
+        """Device bytes that `make` takes; nothing is allocated."""
+        memory = cls.make(shape, rows, context, dtype, torch.device("meta"))
+        scratch = memory.scratch
+        tensors = [getattr(memory, f.name) for f in fields(memory) if f.name != "scratch"]
+        tensors += [scratch.largest, scratch.weight, scratch.partial]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

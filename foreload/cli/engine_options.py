@@ -136,13 +136,14 @@ def chosen_settings(
 
 def _preset_slots(shape: ModelShape, options: EngineOptions, settings: Settings) -> int:
     """Expert slots that fit on the device beside the draft model of `settings`."""
-    from foreload.backend.engine import available_bytes
     from foreload.backend.models.checkpoint import Checkpoint
+    from foreload.backend.options import available_bytes, working_bytes
     from foreload.backend.speculate.model import draft_bytes
     from foreload.budget import slot_budget
 
     name, dtype, context = settings.draft.model_name, options.resolved_dtype, options.context_tokens
     beside = 0 if name is None else draft_bytes(Checkpoint.open_dense(name), dtype, context)
+    beside += working_bytes(options, shape, settings)
     return slot_budget(shape, dtype, available_bytes(options), context, settings, beside)
 
 

@@ -1,0 +1,69 @@
+"""What prompts and graphs take on a device is known before it is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from foreload.backend.cuda.buffers import DeviceMemory
+from foreload.backend.experts.batch import AT_ONCE, Chunk, chunk_bytes, weighted_sum
+from foreload.backend.options import working_bytes
+from foreload.settings import Draft, Settings
+from foreload.traces.synthetic import shape_of
+
+SHAPE = shape_of(2, 8, 2)
+
+
+def options(**fields: Any) -> Any:
+    """Options of a GPU, which this machine need not have."""
+    return SimpleNamespace(
+        **{"device": "cuda", "resolved_dtype": "bfloat16", "context_tokens": 300, "eager": False} | fields
+    )
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("rows", [1, 5])
+def test_static_memory_is_counted_as_it_is_made(rows: int) -> None:
+    made = DeviceMemory.make(SHAPE, rows, 300, torch.bfloat16, torch.device("cpu"))
+    tensors = [getattr(made, f.name) for f in fields(made) if f.name != "scratch"]
+    tensors += [value for value in vars(made.scratch).values() if isinstance(value, torch.Tensor)]
+    assert DeviceMemory.bytes(SHAPE, rows, 300, torch.bfloat16) == sum(t.nbytes for t in tensors)
+
+
+@pytest.mark.unit
+def test_budget_knows_prompts_and_graphs() -> None:
+    plain = Settings(prefill_chunk_tokens=64)
+    assert working_bytes(options(device="cpu"), SHAPE, plain) == 0
+    eager = working_bytes(options(eager=True), SHAPE, plain)
+    assert eager == chunk_bytes(SHAPE, torch.bfloat16, 64)
+    graphs = working_bytes(options(), SHAPE, plain)
+    assert graphs == eager + DeviceMemory.bytes(SHAPE, 1, 300, torch.bfloat16)
+    drafted = plain.changed(draft=Draft(kind="ngram", gamma=4))
+    assert working_bytes(options(), SHAPE, drafted) == eager + DeviceMemory.bytes(SHAPE, 5, 300, torch.bfloat16)
+    assert working_bytes(options(eager=True), SHAPE, Settings(prefill_chunk_tokens=4096)) == chunk_bytes(
+        SHAPE, torch.bfloat16, 300
+    )
+
+
+@pytest.mark.unit
+def test_a_long_chunk_is_summed_in_parts_as_at_once() -> None:
+    tokens, k, hidden, generator = AT_ONCE + 37, 2, 4, torch.Generator().manual_seed(0)
+    outputs = torch.randn(tokens, k, hidden, generator=generator)
+    weights = torch.rand(tokens, k, generator=generator)
+    assert torch.equal(weighted_sum(outputs, weights, None), (weights[..., None] * outputs).sum(1))
+
+
+@pytest.mark.unit
+def test_a_chunk_gives_every_token_its_own_outputs_back() -> None:
+    generator = torch.Generator().manual_seed(1)
+    h, ids = torch.randn(9, 4, generator=generator), torch.randint(5, (9, 2), generator=generator)
+    chunk = Chunk(h, ids, 6)
+    assert chunk.counts.tolist() == torch.bincount(ids.reshape(-1), minlength=6).tolist()
+    for expert in range(6):
+        if chunk.counts[expert]:
+            chunk.store(expert, chunk.input(expert) * (expert + 1))
+    assert torch.equal(chunk.outputs, h[:, None] * (ids + 1)[..., None])
