@@ -27,7 +27,7 @@ from foreload.backend.observe import RouteLog
 from foreload.backend.policy.state import KEPT
 from foreload.backend.policy.step import ACT_CPU
 from foreload.backend.policy.window import Demand, demand_of, merge_predictions
-from foreload.errors import InternalError
+from foreload.errors import InternalError, UsageError
 
 PATIENCE_NS = 1_000_000_000
 Guesses = list[NDArray[np.int32]]
@@ -42,7 +42,8 @@ class FastParts:
     ops: Ops
     issuer: Issuer
     capture: Capture
-    layout: BlockLayout
+    layouts: Sequence[BlockLayout]
+    """Of the expert blocks of each MoE layer."""
     stream: Callable[[], int]
     """The compute stream that kernels are queued on now."""
     idle: Callable[[], bool]
@@ -75,7 +76,7 @@ class FastForward(Forward):
         self._rows = 0
         self.behaviours = BEHAVIOURS
         self._programs: dict[tuple[int, Behaviour], Program] = {}
-        self._waves: tuple[int, ...] = ()
+        self._waves: dict[BlockLayout, tuple[int, ...]] = {}
         self._resident_at: NDArray[np.int32] | None = None  # slots that the device's table of addresses shows
         self._stopwatch: CapturedStopwatch | None = None
 
@@ -114,7 +115,7 @@ class FastForward(Forward):
 
     def _pieces(self, rows: int, behaviour: Behaviour) -> Pieces:
         parts = self._parts
-        return Pieces(self.decoder, parts.ops, parts.layout, self._device, self._host, rows, behaviour)
+        return Pieces(self.decoder, parts.ops, parts.layouts, self._device, self._host, rows, behaviour)
 
     def _forget_old(self, behaviour: Behaviour) -> None:
         """Keep graphs of a few behaviours only."""
@@ -127,7 +128,8 @@ class FastForward(Forward):
 
     def _allocate(self, rows: int, behaviour: Behaviour) -> None:
         """Static memory for steps of up to `rows` rows; graphs of the old memory are given up."""
-        for executable in (*self._waves, *(e for p in self._programs.values() for e in p.executables())):
+        waves = [executable for of_layout in self._waves.values() for executable in of_layout]
+        for executable in (*waves, *(e for p in self._programs.values() for e in p.executables())):
             self._parts.capture.drop(executable)
         self._programs.clear()
         shape, device = self._shape, self.decoder.device
@@ -137,7 +139,7 @@ class FastForward(Forward):
             self._addresses = torch.zeros(shape.n_moe_layers, shape.experts, dtype=torch.int64, device=device)
         self._rows = rows
         self._waves = make_waves(self._pieces(rows, behaviour), self._parts.capture)
-        self._step = StepArrays(self._host, self._waves)
+        self._step = StepArrays(self._host, [self._waves[layout] for layout in self._parts.layouts])
 
     def step_times(self, rows: int, repeats: int = 20) -> dict[str, float]:
         """Median device microseconds of each graph of a step of `rows` rows alone, at the position of the step before.
@@ -150,7 +152,7 @@ class FastForward(Forward):
         for _ in range(repeats):
             for name, graphs in (
                 ("enter", program.enter),
-                ("planned", (program.planned,)),
+                ("planned", program.planned[:1]),
                 ("whole", (program.whole,)),
             ):
                 begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -167,11 +169,18 @@ class FastForward(Forward):
         watch = self._stopwatch
         if bytes_per_second is not None:
             watch = watch or CapturedStopwatch(self._parts.ops, self.decoder.device, self._parts.capture)
-            watch.last(transfer_ns(self._parts.layout.block_bytes, bytes_per_second))
+            watch.last(transfer_ns(self._block_bytes(), bytes_per_second))
             self._stopwatch = watch
         wanted = (None, None) if watch is None or bytes_per_second is None else (watch.before, watch.after)
         with self._copies.lock:
             self._issuer.throttle(*wanted)
+
+    def _block_bytes(self) -> int:
+        """Bytes of a copy; UsageError if layers differ in them."""
+        sizes = {layout.block_bytes for layout in self._parts.layouts}
+        if len(sizes) > 1:
+            raise UsageError("an emulated link on a GPU needs experts of one format: layers have several here")
+        return sizes.pop()
 
     # Decode
 
@@ -278,8 +287,8 @@ class FastForward(Forward):
         then = program.enter[at + 1]
         stream = self._parts.stream()
         c = self._step.c
-        c.compute, c.resident, c.next = stream, program.planned if n_used else None, None if on_cpu else then
-        c.n_used, c.late = n_used, n_late
+        c.compute, c.resident, c.next = stream, program.planned[at] if n_used else None, None if on_cpu else then
+        c.n_used, c.late, c.waves = n_used, n_late, self._step.waves[at]
         self._issuer.run(c)
         self.marks.mark("experts_gpu", at)
         if computed is not None:
@@ -339,16 +348,18 @@ class FastForward(Forward):
 class StepArrays:
     """The host's side of a step as numpy arrays and C structure, made once."""
 
-    def __init__(self, host: HostMemory, waves: tuple[int, ...]) -> None:
+    def __init__(self, host: HostMemory, waves: Sequence[tuple[int, ...]]) -> None:
+        """`waves`: of each layer, the graphs of its late experts."""
         items = len(host.listed)
         self.given, self.words, self.guesses = host.given.numpy(), host.words.numpy(), host.guesses.numpy()
         self.plan, self.listed, self.on_host = host.plan.numpy(), host.listed.numpy(), host.on_host.numpy()
         self.used = np.zeros(items, np.int32)
         self.late = np.zeros((3, items), np.int64)
-        self._waves = np.asarray(waves, np.uint64)
+        self._waves = np.asarray(waves, np.uint64)  # [layers, items]
+        self.waves = [row.ctypes.data for row in self._waves]
         keys, firsts, counts = (row.ctypes.data for row in self.late)
         self.c = CStep(
-            waves=self._waves.ctypes.data, plan=host.waves.data_ptr(), keys=keys, firsts=firsts, counts=counts,
+            waves=self.waves[0], plan=host.waves.data_ptr(), keys=keys, firsts=firsts, counts=counts,
             used=self.used.ctypes.data,
         )  # fmt: skip
 

@@ -33,10 +33,9 @@ DELAYS = tuple(1 << n for n in range(10, 21))
 
 def missing(layouts: Sequence[BlockLayout], shape: ModelShape) -> str | None:
     """Why decode steps over experts packed like this [MoE layers] cannot be graphs here; None if they can."""
-    if len(set(layouts)) > 1:
-        return "layers have experts in different formats"
     try:
-        check_layout(kernel_layout(layouts[0], shape))
+        for layout in set(layouts):
+            check_layout(kernel_layout(layout, shape))
     except UsageError as error:
         return str(error)
     if importlib.util.find_spec("triton") is None:
@@ -88,7 +87,7 @@ def open_fast(
         ops=TritonOps(),
         issuer=issuer,
         capture=capture,
-        layout=kernel_layout(slab.layout(0), slab.shape),
+        layouts=[kernel_layout(layout, slab.shape) for layout in slab.layouts],
         stream=lambda: int(torch.cuda.current_stream().cuda_stream),
         idle=lambda: bool(torch.cuda.current_stream().query()),
     )

@@ -6,6 +6,7 @@ gives the logits. A step of n rows has pieces of its own, since kernels are comp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -50,7 +51,7 @@ class Pieces:
         self,
         decoder: Decoder,
         ops: Ops,
-        layout: BlockLayout,
+        layouts: Sequence[BlockLayout],
         device: DeviceMemory,
         host: HostMemory,
         rows: int,
@@ -58,7 +59,7 @@ class Pieces:
     ) -> None:
         self.shape, self.rows, self.behaviour = decoder.shape, rows, behaviour
         self.m, self.host = device.of(rows, decoder.shape.top_k), host
-        self._decoder, self._ops, self._layout = decoder, ops, layout
+        self._decoder, self._ops, self.layouts = decoder, ops, tuple(layouts)
         self.items = rows * decoder.shape.top_k
         self._positions = torch.arange(rows, device=decoder.device)
 
@@ -183,25 +184,27 @@ class Pieces:
 
     # Experts
 
-    def planned(self) -> None:
-        """The experts of the host's plan."""
+    def planned(self, layout: BlockLayout) -> None:
+        """The experts of the host's plan, in blocks of a layout."""
         m, host = self.m, self.host
         plan, listed = host.plan[: self.items], host.listed[: self.items]
-        self._experts(ExpertBuffers(plan, listed, m.mirror, m.listed_mirror, m.mid, m.out))
+        self._experts(layout, ExpertBuffers(plan, listed, m.mirror, m.listed_mirror, m.mid, m.out))
 
-    def wave(self, number: int) -> None:
+    def wave(self, number: int, layout: BlockLayout) -> None:
         """One late expert. Works for steps of any number of rows: the plan says which."""
         m, host = self.m, self.host
-        self._experts(ExpertBuffers(host.waves[number], host.listed, m.mirror[:1], m.listed_mirror, m.mid, m.out))
+        buffers = ExpertBuffers(host.waves[number], host.listed, m.mirror[:1], m.listed_mirror, m.mid, m.out)
+        self._experts(layout, buffers)
 
     def resident(self, at: int, addresses: Tensor) -> None:
         """All experts of a layer whose experts are all resident, by the table of addresses int64 [layers, experts]."""
         m = self.m
         self._ops.plan_resident(m.ids, addresses, at, m.plan, m.listed)
-        self._experts(ExpertBuffers(m.plan, m.listed, m.mirror, m.listed_mirror, m.mid, m.out))
+        buffers = ExpertBuffers(m.plan, m.listed, m.mirror, m.listed_mirror, m.mid, m.out)
+        self._experts(self.layouts[at], buffers)
 
-    def _experts(self, buffers: ExpertBuffers) -> None:
-        self._ops.experts(self._layout, self.shape.top_k, self.m.h, buffers)
+    def _experts(self, layout: BlockLayout, buffers: ExpertBuffers) -> None:
+        self._ops.experts(layout, self.shape.top_k, self.m.h, buffers)
 
     def combine(self, at: int, cpu: bool) -> None:
         """From r and the outputs to x; `cpu`: some outputs are the host's."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from foreload.backend.cuda.issue import Issuer
+from foreload.backend.cuda.kernels.layout import BlockLayout
 from foreload.backend.cuda.pieces import Pieces
 from foreload.backend.models.attention import GroupedAttention, LatentAttention
 from foreload.backend.models.decoder import Decoder
@@ -63,18 +65,18 @@ class Program:
     """Executable graphs of a step of n rows.
 
     `enter[at]` brings a step into MoE layer `at` (0: from the token ids; else from the experts of the layer before) and
-    up to its routing; the last entry gives the logits. `planned` runs the host's plan of resident experts, `whole` a
-    step whose experts are all resident.
+    up to its routing; the last entry gives the logits. `planned[at]` runs the host's plan of resident experts of layer
+    `at`, `whole` a step whose experts are all resident.
     """
 
     pieces: Pieces
     enter: tuple[int, ...]
-    planned: int
+    planned: tuple[int, ...]
     whole: int
 
     def executables(self) -> tuple[int, ...]:
         """All graphs."""
-        return (*self.enter, self.planned, self.whole)
+        return (*self.enter, *dict.fromkeys(self.planned), self.whole)
 
 
 def make_program(pieces: Pieces, addresses: Tensor, decoder: Decoder, capture: Capture) -> Program:
@@ -106,21 +108,26 @@ def make_program(pieces: Pieces, addresses: Tensor, decoder: Decoder, capture: C
             pieces.combine(at, False)
         pieces.head()
 
+    planned: dict[BlockLayout, Piece] = {layout: partial(pieces.planned, layout) for layout in pieces.layouts}
     enter: list[Piece] = [first, *(into(at) for at in range(1, layers + 1))]
     addresses.zero_()  # experts at address 0 are left out
     pieces.host.given.zero_()
     pieces.host.plan.zero_()
     with kept(decoder, pieces.rows):
-        for piece in (*enter, pieces.planned, whole):
+        for piece in (*enter, *planned.values(), whole):
             piece()
-    return Program(pieces, tuple(map(capture, enter)), capture(pieces.planned), capture(whole))
+    entered, captured = tuple(map(capture, enter)), {layout: capture(piece) for layout, piece in planned.items()}
+    return Program(pieces, entered, tuple(captured[layout] for layout in pieces.layouts), capture(whole))
 
 
-def make_waves(pieces: Pieces, capture: Capture) -> tuple[int, ...]:
-    """One graph per late expert of a layer-step, for steps of up to `pieces.rows` rows."""
+def make_waves(pieces: Pieces, capture: Capture) -> dict[BlockLayout, tuple[int, ...]]:
+    """Per layout of blocks, one graph per late expert of a layer-step, for steps of up to `pieces.rows` rows."""
     pieces.host.waves.zero_()
-    pieces.wave(0)
-    return tuple(capture(lambda number=number: pieces.wave(number)) for number in range(pieces.items))  # type: ignore[misc]
+    found = {}
+    for layout in dict.fromkeys(pieces.layouts):
+        pieces.wave(0, layout)
+        found[layout] = tuple(capture(partial(pieces.wave, number, layout)) for number in range(pieces.items))
+    return found
 
 
 class kept:  # noqa: N801 - used like a function

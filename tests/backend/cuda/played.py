@@ -53,7 +53,7 @@ def accelerate(engine: Engine, seed: int, poison: bool = True) -> FakeDevice:
         ops=TorchOps(),
         issuer=issuer,
         capture=device,
-        layout=kernel_layout(engine.slab.layout(0), engine.shape),
+        layouts=[kernel_layout(layout, engine.shape) for layout in engine.slab.layouts],
         stream=lambda: 0,
         idle=lambda: device.idle,
     )

@@ -71,6 +71,12 @@ FETCH_ONLY: dict[str, dict[str, Any]] = {
     "uneven": {"slots_per_layer": (0, 8, 3), "eviction": "lfru"},
     "depth_1": {"cache_ratio": 0.25, "predictor": "gate", "prefetch_depth": 1, "prefetch_width": 3},
     "depth_2": {"cache_ratio": 0.25, "predictor": "gate", "prefetch_depth": 2, "admission": "background"},
+    "formats": {
+        "cache_ratio": 0.25,
+        "expert_format": ("fp8", "bf16", "int8"),
+        "predictor": "gate",
+        "prefetch_depth": 1,
+    },
     "drafts": {"cache_ratio": 0.25, "draft": {"kind": "ngram", "gamma": 2}, "predictor": "gate", "prefetch_depth": 1},
 }
 
@@ -79,8 +85,9 @@ FETCH_ONLY: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", FETCH_ONLY)
 def test_bits_do_not_depend_on_what_is_resident(make_engine: MakeEngine, fast: MakeEngine, name: str) -> None:
     settings = Settings.parse(FETCH_ONLY[name])
-    plain_tokens, plain = decoded(make_engine(Settings(cache_ratio=1.0, draft=settings.draft)))
-    resident_tokens, resident = decoded(fast(Settings(cache_ratio=1.0, draft=settings.draft), seed=1))
+    whole = Settings(cache_ratio=1.0, draft=settings.draft, expert_format=settings.expert_format)
+    plain_tokens, plain = decoded(make_engine(whole))
+    resident_tokens, resident = decoded(fast(whole, seed=1))
     engine = fast(settings, seed=len(name))
     tokens, logits = decoded(engine)
     assert tokens == resident_tokens == plain_tokens
@@ -203,7 +210,7 @@ def test_throttled_link(fast: MakeEngine) -> None:
 
 @pytest.mark.integration
 def test_settings_change_while_decoding(fast: MakeEngine) -> None:
-    choices = [Settings.parse(fields) for name, fields in FETCH_ONLY.items() if name != "drafts"]
+    choices = [Settings.parse(fields) for name, fields in FETCH_ONLY.items() if name not in ("drafts", "formats")]
     still, moving = fast(Settings(cache_ratio=1.0), seed=2), fast(choices[0], seed=3)
     changed: list[int] = []
 
