@@ -1,7 +1,7 @@
 """Benchmarks of one GPU in one command with a time limit.
 
     python -m benchmarks.h200 --out DIR --minutes 9 [--parts profile:70,decode:100,validate] [--trace topo=FILE ...]
-        [--device cuda] [--model shape:qwen3-30b-a3b] [--context 2048]
+        [--device cuda] [--model shape:qwen3-30b-a3b] [--context 2048] [--layers N]
 
 Parts: kernels (their tests, compiled) and exactness (bit-identity with poison and delays, on `mini`) by themselves; the
 others are `on_engine` of the benchmark of that name, all on one engine that is opened once. A number is the seconds a
@@ -104,6 +104,8 @@ class Bench:
         given = self._given
         if self._engine is None:
             model = self._checkpoint or Checkpoint.open(given.model)
+            if given.layers is not None:
+                model = Checkpoint.random(model.name.removeprefix("shape:"), num_hidden_layers=given.layers)
             self._routing = {name: read_trace(path) for name, path in given.trace}
             self._routing.setdefault("qwen3", decode.workload(model.shape, STEPS))
             self._routing.setdefault("topo", self._routing["qwen3"])
@@ -148,6 +150,7 @@ def main(args: Sequence[str] | None = None, checkpoint: Checkpoint | None = None
     parser.add_argument("--model", default="shape:qwen3-30b-a3b")
     parser.add_argument("--trace", type=named, action="append", default=[], help="topo=FILE, or another name")
     parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--layers", type=int, help="of a shape:, fewer than it has: a rehearsal that loads in seconds")
     parser.add_argument("--parts", default=DEFAULT)
     given = parser.parse_args(args)
     given.out.mkdir(parents=True, exist_ok=True)
@@ -169,6 +172,7 @@ def main(args: Sequence[str] | None = None, checkpoint: Checkpoint | None = None
             if compiling is not None:  # a simulation that compiles would cost a part its time, a neighbour its figures
                 compiling.wait(timeout=max(1.0, until - time.monotonic()))
                 found["compiled"] = compiling.returncode == 0
+            write_json(given.out / "h200.json", found)
             print(f"engine open after {found['opened_s']:.0f} s", flush=True)
         begun = time.monotonic()
         end = until if seconds is None else min(until, begun + seconds)

@@ -83,8 +83,12 @@ class HostSlab:
             [codec.views(block) for block in blocks] if codec.plain else []
             for codec, blocks in zip(self.codecs, self._blocks, strict=True)
         ]
-        self._load(checkpoint, torch.device("cuda" if register else "cpu"), progress)
-        self._registered = register and self._register()
+        self._registered = register and self._register()  # first: weights made on the GPU then come at link speed
+        try:
+            self._load(checkpoint, torch.device("cuda" if register else "cpu"), progress)
+        except BaseException:
+            self.close()
+            raise
 
     def _load(self, checkpoint: Checkpoint, device: torch.device, progress: Callable[[int, int], None] | None) -> None:
         """Fill the blocks; what takes long to pack is kept on disk for the next time."""

@@ -150,3 +150,15 @@ def test_bit_identical_on_a_gpu(dtype: str, chunk: int) -> None:
         for name, fields in FETCH_ONLY.items():
             uneven = {"slots_per_layer": (0, 32, 3, 1, 16, 8, 2, 31)} if name == "uneven" else {}
             check_same(gpu_logits(engine, Settings.parse({**fields, **uneven, **base})), resident)
+
+
+@pytest.mark.gpu
+def test_graphs_are_made_anew_for_wider_steps() -> None:
+    """More rows a step need other static memory: all graphs are dropped, and captured again."""
+    with gpu_engine("bfloat16", None) as engine:
+        prompt = engine.tokenizer.encode(next(iter(read_prompts())).text)[:96]
+        plain = engine.generate(prompt, 48, stop=False).token_ids
+        for gamma in (2, 8):
+            engine.apply(Settings.parse({"cache_ratio": 0.25, "draft": {"kind": "ngram", "gamma": gamma}}))
+            assert engine.path == "graphs"
+            assert engine.generate(prompt, 48, stop=False).token_ids == plain

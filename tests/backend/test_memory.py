@@ -177,6 +177,19 @@ def test_memory_is_pinned_in_one_call_and_given_back(checkpoint: Checkpoint, mon
 
 
 @pytest.mark.unit
+def test_pinned_memory_is_given_back_if_loading_fails(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    def torn(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    runtime = FakeRuntime(0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(Checkpoint, "read_stored", torn)
+    with pytest.raises(KeyboardInterrupt):
+        HostSlab(checkpoint, torch.float32, True)
+    assert runtime.given_back == [runtime.registered[0][0]]
+
+
+@pytest.mark.unit
 def test_no_host_memory_is_said(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> torch.Tensor:
         raise RuntimeError("can't allocate memory")
