@@ -131,18 +131,18 @@ def test_union(
     """Every preset and tuned settings run on every workload; what keeps nothing runs once."""
     monkeypatch.setattr("benchmarks.union_tuned.cores", lambda: 1)
     save_profile(make_profile, engine, tmp_path)
-    routing, ratios = {"topo": topo, "qwen3": workload(engine.shape, 120, seed=3)}, (0.25, 0.0)
+    routing, ratios = {"topo": topo, "qwen3": workload(engine.shape, 120, seed=3)}, (0.17, 0.0)
     costs = beside.costs_of(tmp_path / beside.PROFILE)
     small = union_h200.workloads_of({"topo": topo}, engine.shape, 3, 6)
-    union_tuned.write_tuned(tmp_path / union_h200.TUNED, union_tuned.tune_all(costs, small, (0.25,), 60))
+    union_tuned.write_tuned(tmp_path / union_h200.TUNED, union_tuned.tune_all(costs, small, (0.17,), 60))
     found = union_h200.measure(
         engine, routing, time.monotonic() + 600, tmp_path, ratios=ratios, context=16, warm=3, tokens=6
     )
     once = {"on_demand", "router_pf", "est_pf", "hybrid_pf"}
     for name in routing:
         rows = {(one["name"], one["cache_ratio"]): one for one in found["rows"] if one["workload"] == name}
-        tuned = {("tuned", 0.25)} if name == "topo" else set()
-        assert set(rows) == tuned | {(one, 0.0) for one in PRESETS} | {(one, 0.25) for one in set(PRESETS) - once}
+        tuned = {("tuned", 0.17)} if name == "topo" else set()
+        assert set(rows) == tuned | {(one, 0.0) for one in PRESETS} | {(one, 0.17) for one in set(PRESETS) - once}
         for key, one in rows.items():
             assert one["refused"] == "", key
             assert len(one["runs"]) == union_h200.REPEATS
@@ -150,10 +150,11 @@ def test_union(
             if not {"predictor", "admission"} & one["ran"].keys():  # else what has landed in time decides too
                 assert one["same_counts"], key
         assert "predictions are executed" in " ".join(rows["router_pf", 0.0]["assumed"])
-        assert found["bounds"][name]["0.25"]["link_ms"] < found["bounds"][name]["0.0"]["link_ms"]
+        assert found["bounds"][name]["0.17"]["link_ms"] < found["bounds"][name]["0.0"]["link_ms"]
     text = union_h200.markdown(found)
-    assert "| settings | cache 0 | cache 0.25 |" in text
-    assert text.count("| moe_spac |") == 2
+    assert "| settings | cache 0 | cache 0.17 |" in text
+    assert text.count("\n| moe_spac |") == 4
+    assert text.count("| 25.06 | 1.65 |") == 2
 
 
 @pytest.mark.integration
