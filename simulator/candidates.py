@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,28 +121,13 @@ class Space:
         draft, beside = usable_draft(traces, costs), 0
         if draft is not None and draft.model_name not in (None, base.draft.model_name):
             draft, beside = (None, 0) if draft_bytes is None else (draft, draft_bytes)
-        ready = {name for name, _ in known.get(1, ())} if costs.measured("speculated") else set()
-        usable = tuple(
-            change
-            for change in allowed
-            if (not change.layers or (change.predictor in ready and shape.top_k in widths))
-            and _costed(costs, base.changed(expert_format=change.expert_format))
+        dtype, size, every = costs.profile.meta.dtype, costs.expert_bytes, tuple(sorted(widths))
+        ready = (
+            {name for name, _ in known.get(1, ())} if costs.measured("speculated") and shape.top_k in every else set()
         )
-        return cls(
-            shape,
-            base,
-            slots,
-            costs.cpu_threads,
-            known,
-            tuple(sorted(widths)),
-            draft,
-            usable,
-            costs.profile.meta.dtype,
-            warm,
-            beside,
-            costs.expert_bytes,
-            slots * costs.expert_bytes,
-        )
+        usable = tuple(change for change in allowed if _usable(change, costs, base, ready))
+        threads, room = costs.cpu_threads, slots * size
+        return cls(shape, base, slots, threads, known, every, draft, usable, dtype, warm, beside, size, room)
 
     def budget(self, settings: Settings) -> int:
         """Slots, persistent and staging, beside the calibration and the draft model that `settings` add to the base."""
@@ -304,10 +289,12 @@ def _named(prefetch: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _costed(costs: CostModel, settings: Settings) -> bool:
-    """Whether the profile holds the format of `settings`."""
+def _usable(change: Change, costs: CostModel, base: Settings, ready: Collection[str]) -> bool:
+    """Whether the profile holds the format, and the recordings the predictions that would be executed (`ready`)."""
+    if change.layers and change.predictor not in ready:
+        return False
     try:
-        costs.for_settings(settings)
+        costs.for_settings(base.changed(expert_format=change.expert_format))
     except (MismatchError, SettingsError):
         return False
     return True

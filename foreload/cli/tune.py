@@ -110,29 +110,19 @@ def tune(
     vram = inputs.vram if vram is None and slots is None else vram
     if (vram is None) == (slots is None):
         raise UsageError("give the memory budget with --vram or --slots, one of them")
-    if run is not None:
-        _check_run(run, inputs, profile, trace)
+    _check_run(run, inputs, profile, trace)
     losses = _losses(format_loss)
     if (quality is None and not losses) != (max_quality_loss is None):
         raise UsageError("--quality (or --format-loss) and --max-quality-loss go together: give both or none")
     base = _base(inputs, settings, preset, vram, slots, longest)
     asked: TuneOptions = {
         "vram_bytes": None if vram is None else parse_bytes(vram, "--vram"),
-        "context_tokens": longest,
-        "slots": slots,
-        "base": base,
+        "context_tokens": longest, "slots": slots, "base": base,
         "quality": None if quality is None else QualityReport.load(quality),
-        "format_loss_pct": losses,
-        "max_quality_loss_pct": max_quality_loss,
-        "warm": inputs.warm_counts(warm),
-        "draft_bytes": _draft_bytes(inputs, base, longest),
-        "robust": robust,
-        "seed": seed,
-        "jobs": jobs,
-        "backend": backend,
-        "address": address,
-        "resume": resume,
-    }
+        "format_loss_pct": losses, "max_quality_loss_pct": max_quality_loss,
+        "warm": inputs.warm_counts(warm), "draft_bytes": _draft_bytes(inputs, base, longest),
+        "robust": robust, "seed": seed, "jobs": jobs, "backend": backend, "address": address, "resume": resume,
+    }  # fmt: skip
     if dry_run:
         _forecast(inputs, traces, asked, output)
         return
@@ -191,7 +181,9 @@ def _losses(given: list[str] | None) -> dict[str, float]:
     return found
 
 
-def _check_run(run: Path, inputs: Inputs, profile: Path, traces: Sequence[Path]) -> None:
+def _check_run(run: Path | None, inputs: Inputs, profile: Path, traces: Sequence[Path]) -> None:
+    if run is None:
+        return
     if len(traces) > 1:
         raise UsageError(f"--run {run}: a run folder holds one recording, {len(traces)} were given")
     if inputs.assumed and profile.resolve() == (run / "profile.json").resolve():

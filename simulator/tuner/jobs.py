@@ -10,13 +10,16 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
+from functools import cache, lru_cache
+from pathlib import Path
 from statistics import median
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from foreload import simulator
+from foreload.backend import policy
 from foreload.profiler.schema import HardwareProfile
 from foreload.settings import Settings, staging_slots
 from foreload.shape import ModelShape
@@ -65,7 +68,7 @@ class Context:
             columns = [trace.request, trace.step, trace.phase, trace.position, trace.accepted, trace.experts]
             for column in (*columns, *(trace.predictions[key] for key in sorted(trace.predictions))):
                 found.update(np.ascontiguousarray(column).tobytes())
-        found.update(profile.model_dump_json().encode())
+        found.update(profile.model_dump_json().encode() + _code())
         found.update(f"{shape.hash} {dtype}".encode())
         found.update(b"" if warm is None else np.ascontiguousarray(warm, np.int64).tobytes())
         return cls(tuple(traces), profile, shape, dtype, warm, found.hexdigest())
@@ -75,6 +78,16 @@ class Context:
 
     def __hash__(self) -> int:
         return hash(self.key)
+
+
+@cache
+def _code() -> bytes:
+    """A hash of what decides and simulates, so that nothing is taken over from another version of it."""
+    found = hashlib.sha256()
+    for package in (policy, simulator):
+        for path in sorted(Path(package.__path__[0]).rglob("*.py")):
+            found.update(path.read_bytes())
+    return found.digest()
 
 
 @dataclass(frozen=True)
