@@ -101,6 +101,8 @@ class Beside:
                 self._run(cell)
             except ForeloadError as error:
                 cell.refused = str(error)
+            finally:
+                self.engine.warm_by(None)  # whoever uses this engine next starts from nothing
 
     def _run(self, cell: Cell) -> None:
         engine, begun = self.engine, time.monotonic()

@@ -86,6 +86,8 @@ def test_ablation(engine: Engine, topo: Trace, make_profile: MakeProfile, tmp_pa
             assert one["same_counts"], name
         assert one["against_full_pct"] is not None
         assert one["against_full_simulated_pct"] is not None
+    engine.reset_cache()
+    assert engine.warm_start.experts == 0  # the engine is left without counts to start from
     assert rows["full"]["against_full_pct"] == 0
     assert rows["no drafts"]["tokens_per_step"] == 1 < rows["gamma 2"]["tokens_per_step"]
     assert len({json.dumps(one["ran"], sort_keys=True) for one in found["rows"]}) == len(rows) - 4
