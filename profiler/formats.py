@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 
@@ -75,7 +75,9 @@ def by_format(
             scratch = ScratchExperts(bench.shape, bench.decoder.embedding.dtype, format)
             yield from _on_device(bench, scratch, rounds, seconds)
             for count in threads:
-                yield from _on_cpu(bench, scratch, rounds, count, seconds)
+                for experts, samples in cpu_samples(scratch, count, range(1, bench.shape.top_k + 1), rounds, seconds):
+                    number = FORMATS.index(format)
+                    yield summarise("cpu_format", samples, experts=experts, threads=count, format=number)
 
 
 def _on_device(bench: Bench, scratch: ScratchExperts, rounds: int, seconds: float) -> Iterator[Measurement]:
@@ -131,11 +133,14 @@ def _grouped(bench: Bench, scratch: ScratchExperts, pool: SlotPool, ops: Ops) ->
     return block
 
 
-def _on_cpu(bench: Bench, scratch: ScratchExperts, rounds: int, threads: int, seconds: float) -> Iterator[Measurement]:
+def cpu_samples(
+    scratch: ScratchExperts, threads: int, counts: Iterable[int], rounds: int, seconds: float
+) -> Iterator[tuple[int, list[float]]]:
+    """Microseconds of so many experts, one token each, on the CPU, for each of `counts`."""
     cpu = make_cpu_experts(scratch, threads)
-    x, zero = bench.hidden().cpu(), np.zeros(1, np.int64)
+    x, zero = torch.randn(1, scratch.shape.hidden).to(scratch.dtype), np.zeros(1, np.int64)
     try:
-        for count in range(1, bench.shape.top_k + 1):
+        for count in counts:
 
             def run(i: int, count: int = count) -> Tensor:
                 experts = [(i * count + n) % scratch.shape.experts for n in range(count)]
@@ -143,8 +148,6 @@ def _on_cpu(bench: Bench, scratch: ScratchExperts, rounds: int, threads: int, se
                 cpu.join()
                 return out
 
-            samples = host_samples(run, rounds, x.device, seconds)
-            number = FORMATS.index(scratch.codec.layout.format)
-            yield summarise("cpu_format", samples, experts=count, threads=threads, format=number)
+            yield count, host_samples(run, rounds, x.device, seconds)
     finally:
         cpu.close()

@@ -26,7 +26,7 @@ class PageableWarning(UserWarning):
     """Host memory could not be registered: copies run from pageable memory, several times slower."""
 
 
-def _clear_cuda_error() -> None:
+def clear_cuda_error() -> None:
     """Reset the runtime's last error, which torch would otherwise raise at its next call."""
     major = (torch.version.cuda or "12").split(".")[0]
     ctypes.CDLL(f"libcudart.so.{major}").cudaGetLastError()
@@ -117,7 +117,7 @@ class HostSlab:
         code = int(torch.cuda.cudart().cudaHostRegister(self.blocks.data_ptr(), size, 0))
         if code == 0:
             return True
-        _clear_cuda_error()
+        clear_cuda_error()
         warnings.warn(
             f"host memory: {format_bytes(size)} of experts could not be pinned (CUDA error {code}); "
             "copies run from pageable memory, several times slower: raise the memlock limit or free memory",

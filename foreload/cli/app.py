@@ -16,6 +16,7 @@ from foreload.cli import (
     calibrate,
     dashboard,
     demo,
+    doctor,
     export,
     live,
     plan,
@@ -36,6 +37,7 @@ from foreload.errors import BudgetError, ForeloadError
 
 COMMANDS: Mapping[str, Callable[..., None]] = {
     "demo": demo.demo,
+    "doctor": doctor.doctor,
     "plan": plan.plan,
     "profile": profile.profile,
     "calibrate": calibrate.calibrate,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from foreload.cli.doctor import fit_table
 from foreload.cli.engine_options import (
     CalibrationFlag,
     ContextFlag,
@@ -21,6 +23,9 @@ from foreload.cli.engine_options import (
     open_engine,
 )
 from foreload.cli.output import JsonFlag, Output, table
+
+if TYPE_CHECKING:
+    from foreload.profiler.fits import Fit
 
 
 def profile(
@@ -42,6 +47,7 @@ def profile(
     Copies, experts on GPU and CPU, attention and planning, alone and together.
     """
     from foreload.backend.models.checkpoint import Checkpoint
+    from foreload.profiler.fits import fits_of
     from foreload.profiler.run import bench_settings
     from foreload.profiler.run import profile as measure
 
@@ -56,11 +62,16 @@ def profile(
             lambda name, done, total: progress.update(task, description=name, completed=done, total=total),
         )
     found.save(out)
-    values: dict[str, Any] = {"file": str(out), **found.model_dump(mode="json")}
-    output.finish(values, lambda console: _show(console, values))
+    fitted = fits_of(found)
+    values: dict[str, Any] = {
+        "file": str(out),
+        **found.model_dump(mode="json"),
+        "fits": [asdict(fit) for fit in fitted],
+    }
+    output.finish(values, lambda console: _show(console, values, fitted))
 
 
-def _show(console: Any, values: dict[str, Any]) -> None:
+def _show(console: Any, values: dict[str, Any], fitted: list[Fit]) -> None:
     meta = values["meta"]
     emulated = meta["emulated_link_bytes_per_s"]
     link = f", emulated link {emulated / 1e6:.0f} MB/s" if emulated else ""
@@ -77,5 +88,7 @@ def _show(console: Any, values: dict[str, Any]) -> None:
     ]
     note = f"source: measured on {meta['device_name']}{link}, {meta['dtype']}, noise {meta['noise_pct']:.0f} %"
     note += f"; CPU experts: {meta['cpu_experts']}"
+    note += f"; decode steps: {meta['path']}"
     columns = ("probe", "at", "p50 us", "p95 us", "gpu us", "repeats")
     console.print(table(f"{values['file']}: model shape {meta['shape_hash']}", columns, rows, note))
+    console.print(fit_table("at a glance", fitted, "least squares; predictions look measurements up instead"))

@@ -155,7 +155,7 @@ class FakeRuntime:
 @pytest.mark.unit
 def test_memory_that_cannot_be_pinned_is_said(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeRuntime(2))
-    monkeypatch.setattr(slab_module, "_clear_cuda_error", lambda: None)
+    monkeypatch.setattr(slab_module, "clear_cuda_error", lambda: None)
     with pytest.warns(PageableWarning, match=r"could not be pinned \(CUDA error 2\).*pageable memory.*memlock"):
         slab = HostSlab(checkpoint, torch.float32, True)
     assert not slab.pinned
