@@ -17,6 +17,7 @@ from foreload.machine import cores
 from foreload.profiler.bench import Bench, Spans, Stage
 from foreload.profiler.schema import Measurement
 from foreload.profiler.stats import gpu_microseconds, host_samples, summarise
+from foreload.profiler.transfers import copies_back, storage
 from foreload.settings import MAX_PREFETCH_DEPTH
 
 
@@ -270,7 +271,14 @@ def link(bench: Bench, effort: Effort, plan_us: float) -> Iterator[Measurement]:
 
 
 def sizes(bench: Bench, effort: Effort) -> Iterator[Measurement]:
-    """Copies of other sizes than an expert's, one at a time; where the slab is pinned also of memory that is not."""
+    """Copies of other sizes than an expert's, one at a time; where the slab is pinned also of memory that is not.
+
+    On a GPU copies back, too; and reads of the model's file, if it has one.
+    """
+    if bench.engine.device.type == "cuda":
+        yield from copies_back(effort.sizes, effort.seconds)
+    for file in bench.engine.checkpoint.files()[:1]:
+        yield from storage(file, effort.sizes, effort.seconds)
     pinned = bench.engine.slab.pinned
     for size in effort.sizes:
         if size != bench.engine.expert_bytes:

@@ -21,6 +21,7 @@ from foreload.profiler.formats import by_format
 from foreload.profiler.graph_bench import GraphBench
 from foreload.profiler.schema import HardwareProfile, Measurement, ProfileMeta
 from foreload.profiler.stats import host_samples
+from foreload.profiler.system import this_gpu
 from foreload.settings import Settings
 from foreload.shape import ModelShape
 
@@ -137,6 +138,7 @@ def _fixed_probe(bench: Bench) -> float:
 
 def _meta(engine: Engine, mode: Mode, noise: list[float]) -> ProfileMeta:
     cuda = engine.options.device == "cuda"
+    gpu = this_gpu() if cuda else None
     spread = 100 * (max(noise) - min(noise)) / min(noise)
     if spread > 25:
         warnings.warn(f"profile: a fixed block varied by {spread:.0f} % during the run: other load?", stacklevel=3)
@@ -150,6 +152,8 @@ def _meta(engine: Engine, mode: Mode, noise: list[float]) -> ProfileMeta:
         shape_hash=engine.shape.hash,
         expert_bytes=engine.expert_bytes,
         expert_format=engine.formats[0],
+        gpu_uuid="" if gpu is None else gpu.uuid,
+        driver="" if gpu is None else gpu.driver,
         cpu_experts=describe(),
         path="graphs" if engine.path == GRAPHS else "eager",
         mode=mode,

@@ -23,6 +23,9 @@ Probes (the names are a contract between profiler and cost model). `p50_us` is t
     head                                      final norm, output projection, greedy choice
     cpu_format      experts, threads, format  that many experts on the CPU, one token each, beside nothing
     gpu_format      experts, format           that many experts on the device, one token each, beside nothing
+    to_host         bytes, pinned             one copy from a GPU's memory
+    both_ways       bytes                     one copy each way at once, between a GPU and pinned memory
+    storage         bytes                     reading so much of the model's file, none of it in memory
     prefill_layer   tokens                    attention, route and sum of one layer on a prompt chunk
     prefill_expert  tokens                    one resident expert on that many tokens
     cpu_expert      tokens                    one expert on one CPU thread on that many tokens, hand-off included
@@ -82,6 +85,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from foreload.errors import FileError, MismatchError
 from foreload.files import parse_model, read_mapping, write_text
 from foreload.formats import PackedFormat
+from foreload.machine import machine_name, software
 from foreload.shape import ModelShape
 
 PROFILE_SCHEMA = 1
@@ -118,6 +122,8 @@ class ProfileMeta(BaseModel):
     shape_hash: str
     expert_bytes: Annotated[int, Field(ge=1)]
     expert_format: PackedFormat | None = None  # None: as the checkpoint has them
+    gpu_uuid: str = ""  # and its driver; empty where they are not told
+    driver: str = ""
     cpu_experts: str = ""  # what runs them: the native library and its instruction set, or torch
     path: Literal["eager", "graphs"] = "eager"  # how the engine launched decode steps
     mode: Literal["quick", "full"]
@@ -171,6 +177,15 @@ class HardwareProfile(BaseModel):
             known = ", ".join(sorted({m.probe for m in self.measurements})) or "none"
             raise FileError(f"profile: no measurement of {probe!r} at {fixed or 'any point'}: it holds {known}")
         return found
+
+    def check_here(self) -> None:
+        """Raise MismatchError, naming both values, if it was measured on another machine or by another version."""
+        here, version = machine_name(), software().get("foreload", "")
+        if self.meta.machine != here:
+            raise MismatchError(f"profile: measured on {self.meta.machine!r}, this machine is {here!r}")
+        measured = self.meta.software.get("foreload", version)
+        if measured != version:
+            raise MismatchError(f"profile: measured by Foreload {measured}, this is {version}: profile again")
 
     def check_model(self, shape: ModelShape, dtype: str) -> None:
         """Raise MismatchError, naming both values, if the profile was measured for another model shape or dtype."""

@@ -15,6 +15,7 @@ from foreload.backend.experts.slab import clear_cuda_error
 from foreload.profiler.schema import Measurement
 from foreload.profiler.stats import host_samples, summarise
 
+MIB = 1 << 20
 SIZES = tuple(1 << n for n in (14, 18, 20, 22, 24, 26))
 QUOTA_STEP, QUOTA_MOST = 256 << 20, 8 << 30
 
@@ -67,16 +68,14 @@ def storage(path: Path | None, sizes: Sequence[int], seconds: float) -> Iterator
     with tempfile.TemporaryDirectory() as folder:
         if path is None:
             path = Path(folder) / "read"
-            path.write_bytes(os.urandom(MIB) * 64)
+            with path.open("wb") as made:
+                made.write(os.urandom(MIB) * 64)
+                os.fsync(made.fileno())
         with path.open("rb") as file:
             length = os.fstat(file.fileno()).st_size
-            os.fsync(file.fileno()) if os.access(path, os.W_OK) else None
             for size in sizes:
                 if size <= length:
                     yield summarise("storage", _reads(file.fileno(), length, size, seconds), bytes=size)
-
-
-MIB = 1 << 20
 
 
 def _reads(descriptor: int, length: int, size: int, seconds: float) -> list[float]:
@@ -84,7 +83,7 @@ def _reads(descriptor: int, length: int, size: int, seconds: float) -> list[floa
     samples, until, at = list[float](), time.monotonic() + seconds, 0
     while not samples or (time.monotonic() < until and len(samples) < 200):
         at = (at + 7 * size) % (length - size + 1)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(descriptor, at, size, os.POSIX_FADV_DONTNEED)
         begun = time.perf_counter_ns()
         os.pread(descriptor, size, at)
         samples.append((time.perf_counter_ns() - begun) / 1e3)

@@ -76,7 +76,9 @@ def _show(console: Console, found: Examined, wrong: list[Problem], measured: Har
     columns = ("what", "size", "memory", "p50 us", "p95 us", "GB/s")
     console.print(table("bytes moved", columns, rows, "source: measured now; storage: what was not in memory"))
     console.print(
-        table("CPU experts", ("threads", "ms for 8", "GB/s"), _cpu(found), f"source: measured, {found.cpu_experts}")
+        table(
+            "experts on the CPU", ("threads", "ms for 8", "GB/s"), _cpu(found), f"source: measured, {found.cpu_experts}"
+        )
     )
     if measured is not None:
         meta = measured.meta
@@ -116,11 +118,12 @@ def _gpu(found: Examined) -> dict[str, str]:
     shown = {"GPU": found.gpu_name, "decode steps": found.graphs or "as graphs"}
     if gpu is None:
         return {**shown, "link": "unknown: nvidia-smi is not there", "pinned": f"{format_bytes(pinned)}, {tried}"}
+    lanes = _of(gpu.link_width, gpu.link_width_max)
     return {
         **shown,
         "driver": f"{gpu.driver}, {gpu.uuid}",
         "memory": f"{_bytes(gpu.free_bytes)} free of {_bytes(gpu.memory_bytes)}",
-        "link under load": f"PCIe {_of(gpu.link_gen, gpu.link_gen_max)}, lanes {_of(gpu.link_width, gpu.link_width_max)}",
+        "link under load": f"PCIe {_of(gpu.link_gen, gpu.link_gen_max)}, lanes {lanes}",
         "pinned": f"{format_bytes(pinned)}, {tried}",
     }
 

@@ -84,6 +84,7 @@ def _open(
     from foreload.settings import Settings
 
     meta = inputs.profile.meta
+    inputs.profile.check_here()
     longest = int(inputs.trace.position.max(initial=0)) + 2
     link = None if meta.emulated_link_bytes_per_s is None else str(meta.emulated_link_bytes_per_s)
     options = engine_options(device, meta.dtype, vram, link, longest, eager=meta.path == "eager")  # as it was profiled

@@ -30,8 +30,8 @@ from foreload.simulator.costs import CostModel
 
 EFFORT = replace(probes.QUICK, rounds=3, contexts=(1, 32), chunks=(1, 8), sizes=(1 << 14,), seconds=0.02, depth=2)
 EAGER_ALONE = {"route", "both", "window_route"}
-MAY_LACK = {"draft_model", "cpu_asleep"}
-"""Without a draft model; where the CPU did not rest in so few layers."""
+MAY_LACK = {"draft_model", "to_host", "both_ways", "cpu_asleep"}
+"""Without a draft model or a GPU; where the CPU did not rest in so few layers."""
 pytestmark = pytest.mark.filterwarnings("ignore:profile. a fixed block varied")
 
 
