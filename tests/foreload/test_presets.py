@@ -13,7 +13,9 @@ import pytest
 from foreload.assets import ASSETS
 from foreload.cli import main
 from foreload.errors import MismatchError, SettingsError
+from foreload.machine import machine_name
 from foreload.presets import PRESETS, preset_settings
+from foreload.profiler.schema import HardwareProfile
 from foreload.settings import Settings, check_slots, staging_slots
 from foreload.shape import ModelShape
 from foreload.traces.histogram import warm_counts
@@ -148,8 +150,10 @@ def test_validate_starts_warm(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert main([*record, "--device", "cpu"]) == 0
     Settings(cache_ratio=0.4, eviction="static").save(chosen)
     capsys.readouterr()
-    profile = str(ASSETS / "dashboard" / "profile-cpu.json")
-    flags = ["validate", "mini", "--profile", profile, "--trace", str(trace), "--settings", str(chosen)]
+    profile, bundled = tmp_path / "p.json", HardwareProfile.load(ASSETS / "dashboard" / "profile-cpu.json")
+    here = bundled.meta.model_copy(update={"machine": machine_name(), "software": {}})
+    bundled.model_copy(update={"meta": here}).save(profile)
+    flags = ["validate", "mini", "--profile", str(profile), "--trace", str(trace), "--settings", str(chosen)]
     code, found = result(capsys, *flags, "--repeats", "1", "--warm-start", str(trace))
     assert code == 0
     (row,) = found["rows"]
