@@ -131,14 +131,16 @@ def parse_smi(said: str, devices: Path = Path("/sys/bus/pci/devices")) -> list[G
         total, free, gen, gen_max, width, width_max = map(_number, parts[3:9])
         found.append(
             Gpu(
-                *parts[:3],
-                None if total is None else total * MIB,
-                None if free is None else free * MIB,
-                gen,
-                gen_max,
-                width,
-                width_max,
-                _number(_first_line(devices / _sysfs_name(parts[9]) / "numa_node")),
+                name=parts[0],
+                uuid=parts[1],
+                driver=parts[2],
+                memory_bytes=None if total is None else total * MIB,
+                free_bytes=None if free is None else free * MIB,
+                link_gen=gen,
+                link_gen_max=gen_max,
+                link_width=width,
+                link_width_max=width_max,
+                numa_node=_number(_first_line(devices / _sysfs_name(parts[9]) / "numa_node")),
             )
         )
     return found
