@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import accelerate_row, drift, prefill
+from benchmarks import accelerate_row, drift, prefill, sanitizer
 from foreload.backend.models.checkpoint import Checkpoint
 
 SMALL = {
@@ -76,3 +76,21 @@ def test_random_weights_are_written_to_the_end(size: int) -> None:
     accelerate_row.fill(weights)
     assert weights.isfinite().all()
     assert weights.std() > 0
+
+
+@pytest.mark.integration
+def test_sanitizer_counts_what_a_tool_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text('#!/bin/sh\n[ "$2" = memcheck ] && n=0 || n=3\necho "== ERROR SUMMARY: $n errors"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    found = sanitizer.main(["--out", str(tmp_path / "s.json"), "--tools", "memcheck,initcheck"])
+    assert found["executable"] == str(tool)
+    assert [(t["errors"], t["clean"]) for t in found["tools"].values()] == [(0, True), (3, False)]
+    assert json.loads((tmp_path / "s.json").read_text()) == found
+
+
+@pytest.mark.unit
+def test_sanitizer_without_a_summary_is_not_clean() -> None:
+    assert sanitizer.counted("killed") is None
+    assert sanitizer.counted("== RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)") == 2
