@@ -1,6 +1,7 @@
 """CPU experts: GB/s of packed weights by format, tokens and threads, beside torch and a plain reading of memory.
 
     python -m benchmarks.cpu_experts [--shape qwen3-30b-a3b] [--threads 1,2,4] [--rounds 30] [--out FILE]
+        [--isas avx512,avx512_all]
 
 Random experts of a published shape, more of them than caches hold, each used once before any is used again. A row is
 one layer-step (`top_k` experts, each on so many tokens), median and best of the rounds; what is compared takes turns.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -43,7 +44,7 @@ SCRATCH_BYTES = 512 << 20
 class Row:
     """One measured layer-step. `gb_per_s` counts packed bytes once, whatever the number of tokens."""
 
-    what: str
+    what: str  # or an instruction set
     format: PackedFormat
     tokens: int
     threads: int
@@ -105,22 +106,21 @@ def turns(works: dict[str, Callable[[int], object]], rounds: int) -> dict[str, l
     return found
 
 
-def measure(shape_name: str, threads: tuple[int, ...], rounds: int) -> list[Row]:
-    """All rows, in the order they were measured."""
+def measure(shape_name: str, threads: tuple[int, ...], rounds: int, isas: Mapping[str, Isa]) -> list[Row]:
+    """All rows, in the order they were measured; `isas`: by the name of their rows."""
     shape, rows = Checkpoint.random(shape_name).shape, []
-    k, library, isa = shape.top_k, load(), chosen_isa() or Isa.SCALAR
+    k, library = shape.top_k, load()
     for format in FORMATS:
         scratch = ScratchExperts(shape, torch.bfloat16, format, SCRATCH_BYTES)
         size = k * scratch.codec.layout.bytes
         for count in threads:
-            cpu, reader = NativeExperts(scratch, count, library, isa), Reader(scratch.blocks, count)
+            pools = {name: NativeExperts(scratch, count, library, isa) for name, isa in isas.items()}
+            reader = Reader(scratch.blocks, count)
             torch.set_num_threads(count)
             for tokens in TOKENS:
                 x = torch.randn(tokens, shape.hidden, dtype=torch.bfloat16)
-                works = {
-                    "read": lambda i, reader=reader, size=size: reader.read(i * size, size),
-                    "native": layer_step(cpu, x, k, scratch.shape.experts),
-                }
+                works = {"read": lambda i, reader=reader, size=size: reader.read(i * size, size)}
+                works |= {name: layer_step(cpu, x, k, scratch.shape.experts) for name, cpu in pools.items()}
                 if format == "bf16":
                     works["torch"] = by_torch(scratch, x, k)
                 seconds = turns(works, rounds)
@@ -129,7 +129,8 @@ def measure(shape_name: str, threads: tuple[int, ...], rounds: int) -> list[Row]
                     Row(name, format, tokens, count, median(s) * 1e6, min(s) * 1e6, size / min(s) / 1e9, least / min(s))
                     for name, s in seconds.items()
                 ]
-            cpu.close()
+            for cpu in pools.values():
+                cpu.close()
             reader.close()
     return rows
 
@@ -142,8 +143,12 @@ def main() -> None:
     parser.add_argument("--threads", default=",".join(map(str, powers)), help="thread counts, default: powers of two")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--out", type=Path, metavar="FILE")
+    parser.add_argument("--isas", help="instruction sets to compare; default: the one that is chosen, as `native`")
     given = parser.parse_args()
-    rows = measure(given.shape, tuple(map(int, given.threads.split(","))), given.rounds)
+    isas = {"native": chosen_isa() or Isa.SCALAR}
+    if given.isas:
+        isas = {name: Isa[name.upper()] for name in given.isas.split(",")}
+    rows = measure(given.shape, tuple(map(int, given.threads.split(","))), given.rounds, isas)
     values = {
         "source": "measured",
         "machine": machine_name(),

@@ -15,7 +15,8 @@ from foreload.formats import FORMATS, BlockLayout
 from foreload.shape import ModelShape
 
 ACTIVATIONS = ("silu", "swiglu_oai")
-SPIN_US = 100
+SPIN_US = 1000
+"""How long idle workers stay awake: the next layer-step comes sooner than that, and waking them takes a tenth of it."""
 OPEN = 8
 """Submissions whose spans are remembered (`RING` in `src/pool.c`)."""
 

@@ -13,7 +13,7 @@
 #define VECS 4
 #define CHUNK 32
 #define XTYPE float
-#define MOST 2
+#define MOST 3
 #define ZERO _mm256_setzero_ps()
 #define XLOAD(p) _mm256_loadu_ps(p)
 #define FMA(w, x, a) _mm256_fmadd_ps(w, x, a)

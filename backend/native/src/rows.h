@@ -3,7 +3,7 @@
  *   NAME     of the function                TARGET   attribute that permits the instructions
  *   VEC      vector of floats               VECS     vectors in a chunk of CHUNK elements
  *   BYTES    bytes of a chunk of weights    LOAD     (chunk of a row, vector number, its scale) -> weights as VEC_W
- *   SCALED   1 if a scale byte goes with every chunk (mxfp4)       MOST   tokens (1 to 6) whose sums fit the registers
+ *   SCALED   1 if a scale byte goes with every chunk (mxfp4)       MOST   tokens (1, 2, 3 or 6) whose sums fit the registers
  *   XLOAD, FMA, SUM4, ZERO, XTYPE, CHUNK
  *
  * Four rows at a time, whatever the number of tokens, and one running sum per (row, token): a weight is unpacked once per
@@ -19,6 +19,15 @@ TARGET static inline __attribute__((always_inline)) void FN(_chunk)(int T, const
     (void)scale;
 #pragma GCC unroll 8
     for (int v = 0; v < VECS; v++) {
+#if MOST < 5 /* few registers: one row's weights at a time */
+#pragma GCC unroll 4
+        for (int r = 0; r < FL_ROWS; r++) {
+            VEC_W weight = LOAD(w[r], v, scale[r]);
+#pragma GCC unroll 8
+            for (int t = 0; t < T; t++)
+                acc[r][t] = FMA(weight, XLOAD(x[t] + at + v * (CHUNK / VECS)), acc[r][t]);
+        }
+#else
         VEC_W weight[FL_ROWS];
 #pragma GCC unroll 4
         for (int r = 0; r < FL_ROWS; r++) weight[r] = LOAD(w[r], v, scale[r]);
@@ -28,6 +37,7 @@ TARGET static inline __attribute__((always_inline)) void FN(_chunk)(int T, const
 #pragma GCC unroll 4
             for (int r = 0; r < FL_ROWS; r++) acc[r][t] = FMA(weight[r], input, acc[r][t]);
         }
+#endif
     }
 }
 
@@ -88,6 +98,8 @@ LINKAGE void NAME(const uint8_t *const *w, const uint8_t *const *s, const void *
 #endif
 #if MOST > 2
             case 3: FN(_block)(3, w, s, here, k, jump, there); break;
+#endif
+#if MOST > 3
             case 4: FN(_block)(4, w, s, here, k, jump, there); break;
             case 5: FN(_block)(5, w, s, here, k, jump, there); break;
             default: FN(_block)(6, w, s, here, k, jump, there);
