@@ -1,0 +1,105 @@
+"""Steps of graphs against totals worked out by hand, in both models; what else reads such a profile."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from sim_inputs import make_graph_profile, make_shape, make_trace, make_windows, manual_trace
+
+from foreload.backend.policy import Counter
+from foreload.errors import FileError
+from foreload.profiler.schema import HardwareProfile
+from foreload.settings import Settings, slot_counts
+from foreload.simulator import compiled, engine_model
+from foreload.simulator.bounds import bounds
+from foreload.simulator.costs import CostModel, split_costs
+from foreload.simulator.tune import tune
+from foreload.simulator.workload import load_requests
+
+ONE, TWO = make_shape(layers=1), make_shape(layers=2)
+BOTH = pytest.mark.parametrize("run", [engine_model.simulate, compiled.simulate], ids=["simpy", "compiled"])
+
+# A step: 12 embed, 4 from the launch to the device's start, 50 entering a layer; told at 66. 10 plan, 7 of them before
+# the first copy; a launch takes the host 3, finishing 9, and the device 40 for the head.
+
+
+@BOTH
+@pytest.mark.unit
+def test_misses_then_hits(run):
+    found = run(manual_trace(ONE, [[[0, 1]], [[0, 1]]]), make_graph_profile(ONE), ONE, Settings(), (2,))
+    # Copies begin at 73, land at 179 (the first takes 6 more) and 279; the last expert runs from 281.5 to 286.5.
+    # Resident: launched at 76, run from 80 to 90.
+    assert (found.token_ns / 1e3).tolist() == [286.5 + 40, 90 + 40]
+    # Both launched at 86, the head at 89; the copies had landed at 279.
+    assert found.stall_ns["wait_link"] >= (279 - 89) * 1000
+    assert found.hit_rate == 0.5
+
+
+@BOTH
+@pytest.mark.unit
+def test_the_device_enters_the_next_layer_while_the_host_ends_this_one(run):
+    warm = np.zeros((2, TWO.experts), np.int64)
+    warm[:, :2] = 1
+    decode = [[[0, 1], [0, 1]]]
+    found = run(manual_trace(TWO, decode), make_graph_profile(TWO), TWO, Settings(), (2, 2), warm=warm)
+    # Layer 0 runs its experts from 80 to 90 and has entered layer 1 at 140; the host had ended the layer-step at 91.
+    assert (found.token_ns / 1e3).tolist() == [140 + 10 + 4 + 10 + 40]
+    assert found.warm_experts == 4
+
+
+@BOTH
+@pytest.mark.unit
+def test_cpu_experts_bring_their_outputs_back(run):
+    settings = Settings(miss_action="cpu", cpu_threads=2)
+    found = run(manual_trace(ONE, [[[0, 1]], [[0, 1]]]), make_graph_profile(ONE), ONE, settings, (0,))
+    # Entering takes 3 more. From 79 on two experts take 60, at first 15 more as the workers slept; then 6 for the
+    # outputs, and 4 until the device begins the head. The second time the workers had rested for over 100.
+    alone = 12 + 4 + 53 + 10 + 60 + 6 + 4 + 40
+    assert (found.token_ns / 1e3).tolist() == [alone + 15, alone + 15]
+    assert found.stall_ns["wait_cpu"] == 2 * (60 + 15 - 5) * 1000
+
+
+@BOTH
+@pytest.mark.unit
+def test_all_resident_is_one_launch(run):
+    warm = np.ones((2, TWO.experts), np.int64)
+    trace, capacity = make_trace(TWO, requests=1, prompt=0, tokens=3), (TWO.experts,) * 2
+    for costs, us in (
+        (CostModel(make_graph_profile(TWO), TWO), 0),
+        (CostModel(make_graph_profile(TWO), TWO, replayed=True), 5),
+    ):
+        found = run(trace, costs, TWO, Settings(), capacity, warm=warm)
+        assert found.count(Counter.HITS) == 3 * 2 * 2
+        base = 2 * (50 + 5 * 2) + 20 + 2 * us
+        assert (found.token_ns / 1e3).round().tolist() == pytest.approx([base, base, base], abs=1)
+        assert set(found.time_ns) == {"head"}
+
+
+@pytest.mark.integration
+def test_what_reads_profiles_reads_those_of_graphs():
+    """Bounds lie below what is simulated, splits have their costs, the tuner finds something, windows are known."""
+    shape = make_shape(layers=3)
+    profile, trace = make_graph_profile(shape), make_trace(shape, requests=3, tokens=12)
+    costs = CostModel(profile, shape)
+    found = bounds(load_requests(trace, shape), costs, 6)
+    best = compiled.simulate(trace, profile, shape, Settings(), (2,) * 3)
+    assert 0 < found.floor_ns <= best.tpot_ns
+    whole = compiled.simulate(trace, profile, shape, Settings(), (8,) * 3, warm=np.ones((3, 8), np.int64))
+    assert found.compute_ns <= whole.tpot_ns
+    assert len(split_costs(costs, shape, Settings(miss_action="split")).cpu_ns) == shape.top_k + 1
+    assert costs.cpu_threads == (1, 2)
+    assert costs.has_windows("ngram")
+    tuned = tune(trace, profile, shape, "float32", slots=20).best.settings
+    assert compiled.simulate(trace, profile, shape, tuned, slot_counts(tuned, shape, 20)).tpot_ns <= best.tpot_ns
+    drafting = Settings(draft={"kind": "ngram", "gamma": 3})
+    windows = compiled.simulate(make_windows(shape, 3), profile, shape, drafting, (2,) * 3)
+    assert windows.tokens > windows.steps
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("probe", ["launch", "queue", "copy_start", "gpu_beside_copy"])
+def test_a_profile_without_a_probe_is_refused_by_name(probe):
+    whole = make_graph_profile(ONE)
+    lacking = HardwareProfile(meta=whole.meta, measurements=tuple(m for m in whole.measurements if m.probe != probe))
+    with pytest.raises(FileError, match=f"no measurement of '{probe}'"):
+        compiled.simulate(manual_trace(ONE, [[[0, 1]]]), lacking, ONE, Settings(), (2,))
