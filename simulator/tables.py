@@ -20,11 +20,18 @@ from foreload.simulator.replay import Outcomes, replay
 from foreload.simulator.workload import Request
 
 GRID_POINTS = 13
+AROUND = (0.25, 0.5, 0.7, 0.85, 1.0, 1.15, 1.3, 1.6, 2.0, 2.6, 3.5)
 
 
 def slot_grid(shape: ModelShape, points: int = GRID_POINTS) -> list[int]:
     """About so many slot counts of one layer, from none to all."""
     return sorted({round(n) for n in np.linspace(0, shape.experts, points).tolist()})
+
+
+def grid_around(shape: ModelShape, slots: int) -> list[int]:
+    """The same, close to each other about `slots`, the mean that there is room for: most layers have about that."""
+    wanted = {min(shape.experts, round(slots * share)) for share in AROUND}
+    return sorted({0, *wanted, shape.experts})
 
 
 def replay_grid(

@@ -27,7 +27,7 @@ from foreload.simulator.compiled import simulate_requests
 from foreload.simulator.costs import CostModel
 from foreload.simulator.result import SimResult
 from foreload.simulator.solver import Problem, Solution, best_plans, by_sorting, solve
-from foreload.simulator.tables import GRID_POINTS, layer_costs, replay_grid, slot_grid
+from foreload.simulator.tables import grid_around, layer_costs, replay_grid, slot_grid
 from foreload.simulator.whatif import Machine, on_machine
 from foreload.simulator.workload import Request, first_steps, load_requests
 from foreload.traces.schema import Trace
@@ -113,7 +113,7 @@ class PlanJob:
     robust: Robust = "mean"
     count: int = 1
     distance: int = 1
-    rough: bool = False  # by sorting, from fewer slot counts
+    rough: bool = False  # by sorting, from fewer slot counts; else those about the first ask's mean
     relax: bool = False  # whether the linear program's bound is wanted
     machine: Machine = PROFILED
 
@@ -218,7 +218,10 @@ class Bench:
         first = job.asks[0][0]
         costs = self.costs(job.machine).for_settings(first)
         loaded = self.requests(first, job.requests, job.steps)
-        points = slot_grid(self._shape, ROUGH_POINTS if job.rough else GRID_POINTS)
+        room = max(0, job.asks[0][1] - staging_slots(first, self._shape))
+        points = slot_grid(self._shape, ROUGH_POINTS)
+        if not job.rough:
+            points = grid_around(self._shape, -(-room // self._shape.n_moe_layers))
         grids = [replay_grid(requests, costs, first, points, self._context.warm) for requests in loaded]
         context = int(median(c for requests in loaded for request in requests for c in request.context))
         found: list[Plan] = []

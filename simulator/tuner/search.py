@@ -38,7 +38,7 @@ class Found:
     whole: dict[Settings, Candidate] = field(default_factory=dict)  # simulated on all requests that choose
     part: dict[Settings, float] = field(default_factory=dict)  # nanoseconds per token on a part of them
     names: dict[Settings, Candidate] = field(default_factory=dict)
-    plans: list[Plan] = field(default_factory=list)  # cheapest first
+    plans: list[Plan] = field(default_factory=list)  # the lowest bound first
 
     def ranked(self) -> list[Candidate]:
         """Candidates that were simulated whole, best first."""
@@ -104,9 +104,9 @@ class Search:
         plain = self.options()[0].changed(miss_action="fetch", admission="demand", **NO_PREFETCH)
         orders = ("lru", "lfu", "lfru", "utility", *(("static",) if self.space.warm else ()))
         tried = self._planned([plain.changed(eviction=name) for name in orders], like, "plan evictions")
-        eviction = min(tried, key=lambda plan: plan.planned_ns).settings.eviction if tried else plain.eviction
+        eviction = min(tried, key=lambda plan: plan.bound_ns).settings.eviction if tried else plain.eviction
         plans = self._planned([option.changed(eviction=eviction) for option in self.options()], like, "plan")
-        return sorted(plans, key=lambda plan: plan.planned_ns)
+        return sorted(plans, key=lambda plan: plan.bound_ns)
 
     def _planned(self, options: Sequence[Settings], like: PlanJob, what: str) -> list[Plan]:
         asks = [(option, self.space.budget(option)) for option in options]
