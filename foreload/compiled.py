@@ -21,6 +21,16 @@ def uncounted(function: F) -> F:
     return compiled
 
 
+def inlined(function: F) -> F:
+    """The same for a short function that is called often: it becomes part of its callers.
+
+    Structures go from function to function by value: handing a machine and a policy over takes longer than most of
+    what is done with them.
+    """
+    compiled: F = cast(Any, njit)(cache=True, _nrt=False, forceinline=True)(function)
+    return compiled
+
+
 def drop_stale_caches(folder: Path, *called: Path) -> None:
     """Delete numba's caches in `folder` that are older than a source there or in the `called` folders."""
     sources = [source for place in (folder, *called) for source in place.glob("*.py")]

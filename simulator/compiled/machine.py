@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from foreload.backend.policy import copies
 from foreload.backend.policy.state import N_IN_FLIGHT, N_QUEUED, PolicyState
-from foreload.compiled import drop_stale_caches, uncounted
+from foreload.compiled import drop_stale_caches, inlined
 from foreload.simulator.costs import SCALE
 
 drop_stale_caches(Path(__file__).parent, Path(copies.__file__).parent)
@@ -164,7 +164,7 @@ def new_machine(
 # Sharing: at most one copy, one CPU batch and one group of resident experts at a time.
 
 
-@uncounted
+@inlined
 def _rate(m: Machine, r: Rates, which: int) -> int:
     if not m.job[CPU, ACTIVE]:
         return SCALE
@@ -183,14 +183,14 @@ def _rate(m: Machine, r: Rates, which: int) -> int:
     return rate
 
 
-@uncounted
+@inlined
 def _arm(m: Machine, which: int) -> None:
     m.at[ORDER] += 1
     m.job[which, SCHEDULED] = m.at[ORDER]
     m.job[which, DUE] = m.at[NOW] - (-m.job[which, REMAINING] // m.job[which, RATE])
 
 
-@uncounted
+@inlined
 def _replan(m: Machine, r: Rates) -> None:
     now = m.at[NOW]
     for which in range(3):
@@ -204,7 +204,7 @@ def _replan(m: Machine, r: Rates) -> None:
                 _arm(m, which)
 
 
-@uncounted
+@inlined
 def start_job(m: Machine, r: Rates, which: int, work_ns: int, experts: int) -> None:
     """Run `work_ns` (alone) on an idle resource."""
     m.job[which, ACTIVE] = 1
@@ -219,7 +219,7 @@ def start_job(m: Machine, r: Rates, which: int, work_ns: int, experts: int) -> N
         _arm(m, which)
 
 
-@uncounted
+@inlined
 def start_cpu(m: Machine, r: Rates, experts: int, tokens: int) -> None:
     """Hand experts to the CPU, whose workers may be asleep; `tokens` 0: of a single token's step."""
     m.seen[SEEN_CPU, experts, tokens] = True
@@ -232,14 +232,14 @@ def start_cpu(m: Machine, r: Rates, experts: int, tokens: int) -> None:
 # The host's clock.
 
 
-@uncounted
+@inlined
 def spend(m: Machine, kind: int, duration_ns: int) -> None:
     """Let host time pass on `kind`."""
     m.time[m.at[ROW], kind] += duration_ns
     m.at[HOST] += duration_ns
 
 
-@uncounted
+@inlined
 def waited(m: Machine, kind: int) -> None:
     """Account for the time up to the event loop's as `kind`."""
     passed = max(0, m.at[NOW] - m.at[HOST])
@@ -248,7 +248,7 @@ def waited(m: Machine, kind: int) -> None:
     spend(m, kind, passed)
 
 
-@uncounted
+@inlined
 def wake_host(m: Machine, delay_ns: int) -> None:
     """Schedule the host's wake-up."""
     m.at[ORDER] += 1
@@ -258,13 +258,13 @@ def wake_host(m: Machine, delay_ns: int) -> None:
 # The link.
 
 
-@uncounted
+@inlined
 def has_landed(m: Machine, key: int) -> bool:
     """Whether the copy of `key` has landed since the log began."""
     return bool(m.landed_in[key] == m.at[WATCH])
 
 
-@uncounted
+@inlined
 def watch(m: Machine) -> None:
     """Start a new log, beginning with what is in the stream."""
     m.at[WATCH] += 1
@@ -273,7 +273,7 @@ def watch(m: Machine) -> None:
         m.log[i] = m.issued[i]
 
 
-@uncounted
+@inlined
 def pump(m: Machine, r: Rates, p: PolicyState) -> int:
     """Issue what the window admits; how many copies that were."""
     issued = 0
@@ -294,7 +294,7 @@ def pump(m: Machine, r: Rates, p: PolicyState) -> int:
     return issued
 
 
-@uncounted
+@inlined
 def _arrived(m: Machine, r: Rates, p: PolicyState) -> None:
     key = m.issued[0]
     m.issued[0] = m.issued[1]
@@ -319,13 +319,13 @@ def _arrived(m: Machine, r: Rates, p: PolicyState) -> None:
 # The GPU stream.
 
 
-@uncounted
+@inlined
 def _stream_event(m: Machine, state: int, delay_ns: int) -> None:
     m.at[ORDER] += 1
     m.at[STREAM], m.at[STREAM_DUE], m.at[STREAM_ORDER] = state, m.at[NOW] + delay_ns, m.at[ORDER]
 
 
-@uncounted
+@inlined
 def _start_ns(m: Machine, r: Rates, entry: int) -> int:
     """When the stream can begin the launch at `entry`, whose copy (if any) has landed."""
     ready, key = max(m.at[FREE_AT], m.launch[entry, L_BEGUN] + r.latency_ns), m.launch[entry, L_KEY]
@@ -341,13 +341,13 @@ def _start_ns(m: Machine, r: Rates, entry: int) -> int:
     return int(landed + r.wake_ns)
 
 
-@uncounted
+@inlined
 def _work_ns(m: Machine, r: Rates, gpu_ns: int) -> int:
     """What a launch takes from now on: longer while copies run."""
     return int(gpu_ns * SCALE // r.gpu_rate if m.at[N_ISSUED] else gpu_ns)
 
 
-@uncounted
+@inlined
 def launch(m: Machine, r: Rates, kind: int, host_ns: int, gpu_ns: int, experts: int, key: int) -> None:
     """Launch work on the stream; `experts` above 0 share memory with CPU experts, `key` is a copy it waits for."""
     begun = m.at[HOST]
@@ -371,7 +371,7 @@ def launch(m: Machine, r: Rates, kind: int, host_ns: int, gpu_ns: int, experts: 
         m.at[WORK], m.at[WORK_DUE], m.at[WORK_ORDER] = W_DUE, m.at[NOW], m.at[ORDER]
 
 
-@uncounted
+@inlined
 def _stream(m: Machine, r: Rates) -> None:
     """Go on with the stream where it stopped: launches in order, each behind its copy."""
     at = m.at
@@ -410,7 +410,7 @@ def _stream(m: Machine, r: Rates) -> None:
 # The event loop.
 
 
-@uncounted
+@inlined
 def _next_event(m: Machine) -> int:
     """What happens next: a job by its number, 3 the stream's event, 4 work for it, 5 the host's wake-up, -1 nothing."""
     at, what, due, order, late = m.at, -1, np.int64(1) << 62, np.int64(0), True
@@ -441,7 +441,7 @@ def _next_event(m: Machine) -> int:
     return what
 
 
-@uncounted
+@inlined
 def run_until_host(m: Machine, r: Rates, p: PolicyState) -> None:
     """Let things happen until the host wakes up."""
     while m.at[HOST_WAIT] != RUNNING and not m.at[FAILED]:
@@ -452,7 +452,7 @@ def run_until_host(m: Machine, r: Rates, p: PolicyState) -> None:
         _happen(m, r, p, what)
 
 
-@uncounted
+@inlined
 def _happen(m: Machine, r: Rates, p: PolicyState, what: int) -> None:
     at = m.at
     if what <= GPU:
