@@ -33,10 +33,14 @@ CONTEXT = 64
 
 @dataclass(frozen=True)
 class Asked:
-    """What one layer-step executes: experts [tokens, each], and what is prefetched for the next layers."""
+    """What one layer-step executes: experts [tokens, each], and what is prefetched for the next layers.
+
+    `wait_us` is waited before it is planned.
+    """
 
     experts: NDArray[np.int64]
     prefetch: tuple[list[int], ...] = ()
+    wait_us: int = 0
 
     @classmethod
     def of(cls, experts: Sequence[int], *prefetch: list[int]) -> Asked:
@@ -123,6 +127,9 @@ class GraphBench(Bench):
         demands = [demand_at(one.experts, k) for one in asked]
 
         def choose(at: int, told: Demand, predicted: Guesses) -> tuple[Demand, Guesses]:
+            until = time.perf_counter_ns() + 1000 * asked[at].wait_us
+            while time.perf_counter_ns() < until:
+                pass
             prefetch = asked[at].prefetch[: self.shape.n_moe_layers - 1 - at]
             return demands[at], [np.asarray(experts, np.int32) for experts in prefetch]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from statistics import median
 
 from foreload.backend.native.pool import SPIN_US
@@ -11,8 +12,8 @@ from foreload.profiler.probes import Effort, thread_counts
 from foreload.profiler.schema import Measurement
 from foreload.profiler.stats import in_time, summarise
 
-APART_NS = 3 * SPIN_US * 1000
-"""Workers idle for so long sleep."""
+REST_US = SPIN_US + SPIN_US // 2
+"""After so long a rest workers sleep."""
 
 
 def computed_us(times: LayerTimes) -> float:
@@ -55,24 +56,16 @@ def _alone(bench: GraphBench, effort: Effort, threads: int) -> Iterator[Measurem
 
 
 def _asleep(bench: GraphBench, effort: Effort, threads: int) -> Iterator[Measurement]:
-    """What one expert takes longer where workers have gone to sleep, the layers in between being resident."""
-    stage, k, layers = bench.stage("cpu", threads), bench.shape.top_k, bench.shape.n_moe_layers
+    """What one expert takes longer where workers have gone to sleep than right after another."""
+    stage, layers = bench.stage("cpu", threads), bench.shape.n_moe_layers
     found: dict[bool, list[float]] = {True: [], False: []}
     for turn in in_time(effort.rounds, effort.seconds):
-        ends = [0]
-        cpu = [layer % 8 in (6, 7) for layer in range(layers)]
-        step = bench.step(
-            [
-                Asked.of(bench.pick(stage.absent, 1, turn + at) if on else stage.resident[:k])
-                for at, on in enumerate(cpu)
-            ]
-        )
-        for layer, on in enumerate(cpu):
-            if on:
-                times = step.layers[layer]
-                found[times.planned_ns - ends[-1] > APART_NS].append(computed_us(times))
-                ends.append(times.planned_ns + round(1000 * computed_us(times)))
-    if found[True] and found[False]:
+        asked = [Asked.of(bench.pick(stage.absent, 1, turn + at)) for at in range(layers)]
+        asked[::4] = [replace(one, wait_us=REST_US) for one in asked[::4]]
+        step = bench.step(asked)
+        for one, times in zip(asked, step.layers, strict=True) if turn else ():
+            found[one.wait_us > 0].append(computed_us(times))
+    if found[False]:
         later = [max(0.0, us - median(found[False])) for us in found[True]]
         yield summarise("cpu_asleep", later, threads=threads, idle_us=SPIN_US)
 

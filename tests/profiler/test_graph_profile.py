@@ -30,8 +30,8 @@ from foreload.simulator.costs import CostModel
 
 EFFORT = replace(probes.QUICK, rounds=3, contexts=(1, 32), chunks=(1, 8), sizes=(1 << 14,), seconds=0.02, depth=2)
 EAGER_ALONE = {"route", "both", "window_route"}
-MAY_LACK = {"draft_model", "to_host", "both_ways", "cpu_asleep"}
-"""Without a draft model or a GPU; where the CPU did not rest in so few layers."""
+MAY_LACK = {"draft_model", "to_host", "both_ways"}
+"""Without a draft model or a GPU."""
 pytestmark = pytest.mark.filterwarnings("ignore:profile. a fixed block varied")
 
 
@@ -102,11 +102,7 @@ def test_the_engine_is_left_as_it_was(engine: Engine, measured: HardwareProfile)
 def test_the_simulator_reads_it(engine: Engine, measured: HardwareProfile, chosen: dict) -> None:
     """What any setting needs is there, and what was replayed takes longer."""
     settings, shape = Settings.parse({**chosen, "cpu_threads": thread_counts()[-1]}), engine.shape
-    whole = HardwareProfile(
-        meta=measured.meta,
-        measurements=tuple(m for m in measured.measurements if m.probe != "cpu_asleep" or "idle_us" in m.at),
-    )
-    costs = CostModel(whole, shape)
+    costs = CostModel(measured, shape)
     if settings.needs_costs:
         assert len(split_costs(costs, shape, settings).gpu_ns) == shape.top_k + 1
     slots = (round(chosen["cache_ratio"] * shape.experts),) * shape.n_moe_layers
