@@ -61,7 +61,7 @@ def rope_store(
         tl.store(values + ((head - HEADS - KV_HEADS) * CONTEXT + place) * DIM + dims, done, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def attend_chunks(
     q: tl.tensor,
     keys: tl.tensor,
@@ -70,7 +70,7 @@ def attend_chunks(
     largest: tl.tensor,
     weight: tl.tensor,
     partial: tl.tensor,
-    N: tl.constexpr,
+    N: int,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,

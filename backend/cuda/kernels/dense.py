@@ -29,7 +29,7 @@ def embed(
             tl.store(current + at, tl.load(given + at))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def norm_linear(
     x: tl.tensor,
     norm: tl.tensor,
@@ -37,7 +37,7 @@ def norm_linear(
     bias: tl.tensor,
     y: tl.tensor,
     normed: tl.tensor,
-    N: tl.constexpr,
+    N: int,
     HIDDEN: tl.constexpr,
     OUT: tl.constexpr,
     EPS: tl.constexpr,
@@ -75,14 +75,14 @@ def norm_linear(
         tl.store(y + token * OUT + rows, found.to(y.dtype.element_ty), mask=inside_rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def linear_residual(
     x: tl.tensor,
     weights: tl.tensor,
     bias: tl.tensor,
     residual: tl.tensor,
     y: tl.tensor,
-    N: tl.constexpr,
+    N: int,
     WIDTH: tl.constexpr,
     OUT: tl.constexpr,
     ROWS: tl.constexpr,

@@ -46,14 +46,14 @@ def top_k(
         tl.store(words + row * K + ranks, tag | chosen, mask=ranks < K)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["LAYER"])
 def replay_routes(
     current: tl.tensor,
     table_ids: tl.tensor,
     table_weights: tl.tensor,
     ids: tl.tensor,
     weights: tl.tensor,
-    LAYER: tl.constexpr,
+    LAYER: int,
     LAYERS: tl.constexpr,
     K: tl.constexpr,
     K_UP: tl.constexpr,
@@ -68,13 +68,13 @@ def replay_routes(
     tl.store(weights + row * K + ranks, chances, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["TABLE_ROWS", "FIRST"])
 def replay_predictions(
     current: tl.tensor,
     table: tl.tensor,
     predicted: tl.tensor,
-    TABLE_ROWS: tl.constexpr,
-    FIRST: tl.constexpr,
+    TABLE_ROWS: int,
+    FIRST: int,
     LAYERS: tl.constexpr,
     STORED: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -94,20 +94,21 @@ def replay_predictions(
     tl.store(predicted + (target * rows + row) * WIDTH + ranks, found, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["IDS", "ELEMENTS"])
 def publish(
     current: tl.tensor,
     ids: tl.tensor,
     rows: tl.tensor,
     words: tl.tensor,
     host_rows: tl.tensor,
-    IDS: tl.constexpr,
+    IDS: int,
+    ELEMENTS: int,
     IDS_UP: tl.constexpr,
-    ELEMENTS: tl.constexpr,
     COLS: tl.constexpr,
+    ALONE: tl.constexpr,
     FENCE: tl.constexpr,
 ) -> None:
-    """One program: ids (or predictions, -1: none) go to host memory, after ELEMENTS of the experts' input if any.
+    """One program: ids (or predictions, -1: none) go to host memory, unless ALONE after ELEMENTS of the experts' input.
 
     words int32 [IDS]: the lower 15 bits of the step's number over 16 bits of the id, so that each word says by itself
     whether it has arrived. The barrier and the system-wide fence put all stores of the block before the words.
@@ -116,7 +117,7 @@ def publish(
         cols = first + tl.arange(0, COLS)
         tl.store(host_rows + cols, tl.load(rows + cols, mask=cols < ELEMENTS), mask=cols < ELEMENTS)
     number = tl.load(current)
-    if ELEMENTS > 0:
+    if not ALONE:
         tl.debug_barrier()
         if FENCE:
             number = tl.inline_asm_elementwise(
@@ -127,15 +128,15 @@ def publish(
     tl.store(words + at, ((number & 0x7FFF) << 16) | found, mask=at < IDS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["LAYER", "N_ITEMS"])
 def plan_resident(
     ids: tl.tensor,
     addresses: tl.tensor,
     plan: tl.tensor,
     items: tl.tensor,
-    LAYER: tl.constexpr,
+    LAYER: int,
+    N_ITEMS: int,
     EXPERTS: tl.constexpr,
-    N_ITEMS: tl.constexpr,
     ITEMS_UP: tl.constexpr,
     ENTRY: tl.constexpr,
 ) -> None:

@@ -231,6 +231,7 @@ class TritonOps(Ops):
             IDS_UP=power_of_two(ids.numel()),
             ELEMENTS=0 if rows is None else rows.numel(),
             COLS=COLS,
+            ALONE=rows is None,
             FENCE=self._fence,
             **BUILD,
         )

@@ -24,9 +24,11 @@ POINTERS = {"b": "*bf16", "f": "*fp32", "i": "*i32", "l": "*i64", "s": "*i16"}
 def build(name: str, kernel: Any, tensors: str, warps: int = 4, **fixed: Any) -> None:
     """Compile with pointer arguments of these kinds (letters of POINTERS), all aligned, and constants."""
     names = kernel.arg_names[: len(tensors)]
+    numbers = {arg: fixed.pop(arg) for arg in list(fixed) if arg in kernel.do_not_specialize}
     signature = {arg: POINTERS[kind] for arg, kind in zip(names, tensors, strict=True)}
     aligned = {(at,): [["tt.divisibility", 16]] for at in range(len(tensors))}
-    source = ASTSource(kernel, {**signature, **dict.fromkeys(fixed, "constexpr")}, fixed, aligned)
+    kinds = {**signature, **dict.fromkeys(numbers, "i32"), **dict.fromkeys(fixed, "constexpr")}
+    source = ASTSource(kernel, kinds, fixed, aligned)
     options = {"num_warps": warps, "enable_fp_fusion": True}
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     FOUND[name] = dict(Counter(WORDS.findall(ptx)))
@@ -63,8 +65,8 @@ build("replay_routes", route.replay_routes, "isflf", 1, LAYER=3, LAYERS=48, K=8,
 guess = {"TABLE_ROWS": 1000, "FIRST": 3, "LAYERS": 48, "STORED": 16, "WIDTH": 8, "WIDTH_UP": 8}
 build("replay_predictions", route.replay_predictions, "isl", 1, **guess)
 told = {"IDS": 8, "IDS_UP": 8, "COLS": 1024, "FENCE": True}
-build("publish", route.publish, "ilbib", ELEMENTS=2048, **told)
-build("publish ids", route.publish, "illii", ELEMENTS=0, **told)
+build("publish", route.publish, "ilbib", ELEMENTS=2048, ALONE=False, **told)
+build("publish ids", route.publish, "illii", ELEMENTS=0, ALONE=True, **told)
 build("plan_resident", route.plan_resident, "llll", LAYER=3, EXPERTS=128, N_ITEMS=72, ITEMS_UP=128, ENTRY=4)
 build("combine", experts.combine, "bffflb", K=8, HIDDEN=2048, COLS=1024, HOST=True)
 build("stamp", hold.stamp, "l", 1)
