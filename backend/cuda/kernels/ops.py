@@ -68,8 +68,8 @@ class AttentionScratch:
 
 
 def chunk_tokens(context: int) -> int:
-    """Keys per chunk of attention: at most 128 chunks, none under 64 keys."""
-    return max(64, power_of_two(-(-context // 128)))
+    """Keys per chunk of attention: at most 256 chunks, none under 64 keys."""
+    return max(64, power_of_two(-(-context // 256)))
 
 
 def power_of_two(n: int) -> int:

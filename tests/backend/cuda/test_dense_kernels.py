@@ -202,4 +202,4 @@ def test_plan_of_resident_experts(generator: torch.Generator) -> None:
 @pytest.mark.unit
 def test_powers_of_two() -> None:
     assert [power_of_two(n) for n in (0, 1, 2, 3, 8, 9)] == [1, 1, 2, 4, 8, 16]
-    assert [chunk_tokens(n) for n in (1, 2048, 8192, 8193, 65536)] == [64, 64, 64, 128, 512]
+    assert [chunk_tokens(n) for n in (1, 2048, 16384, 16385, 65536)] == [64, 64, 64, 128, 256]
