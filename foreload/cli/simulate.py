@@ -23,7 +23,7 @@ from foreload.cli.inputs import (
 )
 from foreload.cli.output import JsonFlag, Output, facts, table
 from foreload.cli.presets import PresetFlag
-from foreload.errors import UsageError
+from foreload.errors import ForeloadError, UsageError
 from foreload.units import format_bytes
 
 if TYPE_CHECKING:
@@ -87,6 +87,7 @@ def simulate(
             "eviction_oracle": oracle,
             **result.as_dict(),
             "bounds": _bounds(inputs, result, request),
+            "perfect_prediction": _perfect(inputs, chosen, capacity, request, counts),
         }
     if timeline is not None:
         _write_timeline(timeline, result, inputs)
@@ -141,6 +142,25 @@ def _bounds(inputs: Inputs, result: SimResult, request: list[int] | None) -> dic
     return bounds(requests, costs, slots, warm=result.warm_experts).as_dict()
 
 
+def _perfect(
+    inputs: Inputs, chosen: Settings, capacity: tuple[int, ...], request: list[int] | None, warm: Any
+) -> dict[str, Any] | None:
+    """The same settings with predictions that are always right; None where profile or recording cannot say."""
+    from foreload.simulator.costs import CostModel
+    from foreload.simulator.perfect import perfect
+
+    try:
+        found = perfect(inputs.trace, CostModel(inputs.profile, inputs.shape), chosen, capacity, request, warm)
+    except ForeloadError:
+        return None
+    return {
+        "tpot_ms": found.tpot_ns / 1e6,
+        "hit_rate": found.hit_rate,
+        "bytes_per_token": found.bytes_per_token(),
+        "prefetch_depth": found.settings.prefetch_depth,
+    }
+
+
 def _write_timeline(path: Path, result: SimResult, inputs: Inputs) -> None:
     from foreload.traces.perfetto import write_perfetto
     from foreload.traces.timings import spans_of
@@ -181,11 +201,20 @@ def _rows(values: Mapping[str, Any]) -> list[tuple[str, str]]:
         *_warm_row(values["warm_start"]),
         ("bound, no setting with these slots is faster", f"{values['bounds']['floor_ms']:.3f} ms"),
         ("every expert resident", f"{values['bounds']['resident_ms']:.3f} ms"),
+        *_perfect_row(values["perfect_prediction"]),
+        ("copied at least, whatever the cache", format_bytes(values["bounds"]["bytes_per_token"])),
         ("experts resident when demanded", f"{values['hit_rate']:.1%}"),
         ("copied per token", format_bytes(values["bytes_per_token"])),
         ("  of it prefetched in vain", format_bytes(values["bytes_wasted_per_token"])),
     ]
     return rows
+
+
+def _perfect_row(perfect: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+    """The run with perfect predictions, if there is one."""
+    if perfect is None:
+        return []
+    return [(f"if predictions were always right, depth {perfect['prefetch_depth']}", f"{perfect['tpot_ms']:.3f} ms")]
 
 
 def _warm_row(warm: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -75,6 +75,15 @@ def test_simulate_timeline(files: list[str], tmp_path: Path, capsys: Any) -> Non
     assert timeline["otherData"]["source"] == "simulated"
 
 
+def test_perfect_prediction(files: list[str], capsys: Any) -> None:
+    """Beside the bounds stands what the same settings would do with true predictions; one layer ahead without any."""
+    values = shown(capsys, "simulate", *files, "--cache-ratio", "0.25")
+    assert values["perfect_prediction"]["prefetch_depth"] == 1
+    assert values["perfect_prediction"]["tpot_ms"] > values["bounds"]["compute_ms"]
+    assert main(["simulate", *files, "--cache-ratio", "0.25"]) == 0
+    assert "if predictions were always right, depth 1" in capsys.readouterr().out
+
+
 def test_another_machine(files: list[str], tmp_path: Path, capsys: Any) -> None:
     """A slower link makes it slower, and every output says that it is assumed."""
     base = shown(capsys, "simulate", *files, "--cache-ratio", "0.25")
