@@ -55,6 +55,7 @@ class LayerTimes:
     host: dict[str, float] = field(default_factory=dict)
     told_ns: int = 0  # the host knows the routing, and predictions if there are any
     planned_ns: int = 0  # the host begins to launch
+    chosen_us: float = 0.0  # what choosing the demand took, which is taken off the host's blocks
     copies: list[CopySpan] = field(default_factory=list)  # demanded here, in the order of landing
 
 
@@ -126,12 +127,15 @@ class GraphBench(Bench):
         rows, k = len(asked[0].experts), self.shape.top_k
         demands = [demand_at(one.experts, k) for one in asked]
 
+        last, chosen_us = self.shape.n_moe_layers - 1, [0.0] * self.shape.n_moe_layers
+
         def choose(at: int, told: Demand, predicted: Guesses) -> tuple[Demand, Guesses]:
-            until = time.perf_counter_ns() + 1000 * asked[at].wait_us
-            while time.perf_counter_ns() < until:
+            since = time.perf_counter_ns()
+            while asked[at].wait_us and time.perf_counter_ns() < since + 1000 * asked[at].wait_us:
                 pass
-            prefetch = asked[at].prefetch[: self.shape.n_moe_layers - 1 - at]
-            return demands[at], [np.asarray(experts, np.int32) for experts in prefetch]
+            prefetch = [np.asarray(experts, np.int32) for experts in asked[at].prefetch[: last - at]]
+            chosen_us[at] = (time.perf_counter_ns() - since) / 1e3
+            return demands[at], prefetch
 
         self.forward.steer, self.forward.marks = Steer(choose, slots), Marks()
         position = max(0, min(context, self.decoder.context_tokens) - rows)
@@ -142,17 +146,18 @@ class GraphBench(Bench):
             judge(self._sampler, logits, Proposal([0] * (rows - 1)))
             done = time.perf_counter_ns()
         marks, self.forward.marks = self.forward.marks, NoMarks()
-        return self._times(marks, begun, decoded, done)
+        return self._times(marks, chosen_us, begun, decoded, done)
 
-    def _times(self, marks: Marks, begun: int, decoded: int, done: int) -> StepTimes:
-        layers = [LayerTimes() for _ in range(self.shape.n_moe_layers)]
+    def _times(self, marks: Marks, chosen_us: list[float], begun: int, decoded: int, done: int) -> StepTimes:
+        layers = [LayerTimes(chosen_us=us) for us in chosen_us]
         launched = begun
         for kind, layer, _, since, until in marks.spans:
             if layer < 0:
                 launched = until if kind == "embed" else launched
                 continue
             of = layers[layer]
-            of.host[kind] = of.host.get(kind, 0.0) + max(0.0, (until - since) / 1e3 - self.mark_us)
+            other = self.mark_us + (of.chosen_us if kind == "plan" else 0.0)
+            of.host[kind] = of.host.get(kind, 0.0) + max(0.0, (until - since) / 1e3 - other)
             if kind in ("route", "predict"):
                 of.told_ns = until
             elif kind == "plan":

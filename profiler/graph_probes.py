@@ -145,14 +145,16 @@ def _beyond(bench: GraphBench, effort: Effort, base_us: float, skip: int = 0) ->
 def _predicting(bench: GraphBench, effort: Effort, basis: Basis, depth: int) -> Iterator[Measurement]:
     """The gate looking `depth` layers ahead: on the device, and the host's planning of what it says."""
     stage, k, layers = bench.stage("fetch", depth=depth), bench.shape.top_k, bench.shape.n_moe_layers
-    device = _beyond(bench, effort, basis.enter_us, skip=depth)
+    one, each = enter_us(bench, effort, skip=depth)
+    device = [max(0.0, us - basis.enter_us) for us in each]
+    read_us = max(0.0, median(one) - median(each) - basis.latency_us)  # reading what was predicted
     plans: dict[bool, list[float]] = {True: [], False: []}
     for turn in in_time(2 * effort.rounds, effort.seconds):
         ahead = tuple(bench.pick(stage.resident, k, turn + at) for at in range(depth)) if turn % 2 else ()
         step = bench.step([Asked.of(bench.pick(stage.resident, k, turn), *ahead)] * layers)
         plans[bool(ahead)] += [times.host["plan"] for times in step.layers[: layers - depth]]
     base = median(plans[False])
-    yield summarise_device("predict", [max(0.0, us - base) for us in plans[True]], device, depth=depth)
+    yield summarise_device("predict", [read_us + max(0.0, us - base) for us in plans[True]], device, depth=depth)
 
 
 def _predictors(bench: GraphBench, effort: Effort, basis: Basis, deepest: int) -> Iterator[Measurement]:
@@ -208,7 +210,8 @@ def _of_copies(bench: GraphBench, missed: dict[int, list[LayerTimes]]) -> Iterat
     yield summarise("copy", gaps, bytes=bench.engine.expert_bytes, pinned=pinned)
     yield summarise("copy_start", [max(0.0, us - median(gaps)) for us in firsts])
     issued = [min(copy.issued_ns for copy in times.copies) for times in every]
-    yield summarise("queue", [max(0.0, (at - t.told_ns) / 1e3) for at, t in zip(issued, every, strict=True)])
+    queued = [(at - t.told_ns) / 1e3 - t.chosen_us for at, t in zip(issued, every, strict=True)]
+    yield summarise("queue", [max(0.0, us) for us in queued])
     none = missed[0]
     plan = median(times.host["plan"] for times in none)
     two = [times.host["plan"] for count, found in missed.items() if count > 1 for times in found] or [plan]

@@ -49,7 +49,7 @@ and after_wait at other waits than measured, and these are other or more; the ot
                                               host: launching one graph
     launch                                    from launching a graph to being told by it, beyond the device's time
     embed                                     from the beginning of a step to its first launch
-    predict         depth                     what the host plans longer, and what entering a layer takes longer
+    predict         depth                     reading and planning predictions; what entering a layer takes longer
     speculated      context                   entering a layer that executes predictions and predicts the next one's
     enter_cpu                                 what entering takes longer where the CPU may compute experts
     replayed                                  what it takes longer where routing comes from a recording

@@ -17,7 +17,7 @@ from foreload.simulator.costs import SCALE, Cost, CostModel, worst
 class HostCosts:
     """Nanoseconds of the decoding thread that do not go by the step."""
 
-    queue_ns: int  # from being told to issuing the first copy
+    tail_ns: int  # of planning, after the first copy is issued
     issue_ns: int  # each copy issued
     late_ns: int  # launching an expert behind its copy
     submit_ns: int  # handing experts to the CPU, and
@@ -31,7 +31,8 @@ class GraphCosts:
         self._costs, self._settings = costs, settings
         self.on_cpu = settings.miss_action != "fetch"
         cpu = [costs.cost(probe).host_ns if self.on_cpu else 0 for probe in ("submit", "upload")]
-        self.host = HostCosts(*(costs.cost(probe).host_ns for probe in ("queue", "issue", "late")), *cpu)
+        tail = max(0, costs.plan.host_ns - costs.cost("queue").host_ns)
+        self.host = HostCosts(tail, *(costs.cost(probe).host_ns for probe in ("issue", "late")), *cpu)
         self._more = costs.cost("enter_cpu").gpu_ns if self.on_cpu else 0
         self._more += costs.cost("replayed").gpu_ns if costs.replayed else 0
         self._executes = costs.speculating_ns if settings.speculated(costs.shape) else 0

@@ -69,15 +69,15 @@ def _layer(engine: EngineModel, costs: GraphCosts, request: Request, at: int, la
     clock, device, fed = engine.clock, engine.device, request.fed[at]
     depth = min(engine.settings.prefetch_depth, engine.shape.n_moe_layers - 1 - layer)
     plan_ns = costs.plan_ns(fed, depth)
-    queue_ns = min(plan_ns, costs.host.queue_ns)
-    clock.spend("plan", queue_ns, layer)
+    tail_ns = min(plan_ns, costs.host.tail_ns)
+    clock.spend("plan", plan_ns - tail_ns, layer)
     yield from engine.settle()
     engine.link.watch()
     decided = _begin(engine, request, at, layer)
     for ahead in range(depth):
         engine.brain.prefetch(layer + 1 + ahead, request.predicted[ahead][at, layer + 1 + ahead])
     yield from _issue(engine, costs, layer)
-    clock.spend("plan", plan_ns - queue_ns, layer)
+    clock.spend("plan", tail_ns, layer)
     experts, counts = request.demand[at, layer, : len(decided)], request.counts[at, layer, : len(decided)]
     tokens = counts if fed > 1 else np.zeros_like(counts)
     on_cpu, hits = int((decided == _CPU).sum()), int((decided == _HIT).sum())

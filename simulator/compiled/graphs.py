@@ -45,7 +45,7 @@ class Graphs(NamedTuple):
 
     extra: NDArray[np.int64]  # [2, F + 1, D + 1] entering a layer beyond attention; [1]: of one executing predictions
     plan: NDArray[np.int64]  # [F + 1, D + 1]
-    queue_ns: int
+    tail_ns: int
     issue_ns: int
     submit_ns: int
     upload_ns: int
@@ -152,8 +152,8 @@ def _layer(
     """A layer-step from its routing to its end; whether the CPU had any of its experts."""
     fed, ahead_of = steps.fed[at], min(depth, steps.demand.shape[1] - 1 - layer)
     plan_ns = g.plan[fed, ahead_of]
-    queue_ns = min(plan_ns, g.queue_ns)
-    spend(m, PLAN, queue_ns)
+    tail_ns = min(plan_ns, g.tail_ns)
+    spend(m, PLAN, plan_ns - tail_ns)
     host.settle(m, r, p)
     mach.watch(m)
     distinct = host.demanded(steps, at, layer)
@@ -165,7 +165,7 @@ def _layer(
     for ahead in range(ahead_of):
         step.prefetch(p, rules, layer + 1 + ahead, steps.predicted[ahead, at, layer + 1 + ahead])
     _issue(m, r, g, p)
-    spend(m, PLAN, plan_ns - queue_ns)
+    spend(m, PLAN, tail_ns)
     on_cpu = _run(m, r, b, g, p, layer, experts, counts, fed > 1, action)
     _enter(m, r, b, g, steps, at, layer + 1, depth)
     host.settle(m, r, p)
