@@ -21,8 +21,9 @@ from typing import Any
 
 from benchmarks.beside import Beside, Cell, costs_of, find_costs, provenance, row, simulate_rows, simulator_ready
 from benchmarks.opened import add_engine_flags, opened
+from benchmarks.tuned_h200 import PREPARED
 from benchmarks.union_tables import markdown
-from benchmarks.union_tuned import read_tuned, tune_all, write_tuned
+from benchmarks.union_tuned import Tuned, read_prepared, read_tuned, tune_all, write_tuned
 from benchmarks.workloads import Workload
 from foreload.backend.engine import Engine
 from foreload.backend.models.checkpoint import Checkpoint
@@ -74,8 +75,9 @@ def plan(
 def on_engine(engine: Engine, routing: Mapping[str, Trace], until: float, out: Path) -> dict[str, Any]:
     """All rows on an open engine until a time on the monotonic clock; also in `out`/union-h200.json after each round.
 
-    Tuned settings are those in `out`/union-tuned.json; without it they are searched first, for as long as a quarter of
-    the time. Rows are simulated, and settings searched, if that takes no compiling; else --simulate and --tune do it.
+    Tuned settings are those in `out`/union-tuned.json, or else what `tuned_h200` has prepared there; for workloads that
+    neither holds they are searched first, for as long as a quarter of the time. Rows are simulated, and settings
+    searched, if that takes no compiling; else --simulate and --tune do it.
     """
     return measure(engine, routing, until, out, simulate=simulator_ready())
 
@@ -95,9 +97,10 @@ def measure(
     costs, begun = find_costs(engine, out), time.monotonic()
     threads = costs.cpu_threads[-1] if costs is not None and costs.cpu_threads else max(1, cores() - 1)
     workloads = workloads_of(routing, engine.shape, warm, tokens)
-    tuned = read_tuned(out / TUNED) if (out / TUNED).exists() else {}
-    if costs is not None and simulate and not tuned:
-        tuned = tune_all(costs, workloads, ratios, min(TUNE_S, (until - begun) / 4))
+    tuned = found_before(out)
+    missing = [one for one in workloads if one.name not in tuned]
+    if costs is not None and simulate and missing:
+        tuned |= tune_all(costs, missing, ratios, min(TUNE_S, (until - begun) / 4))
     groups = [plan(engine.shape, one.name, threads, ratios, tuned.get(one.name, {}), context) for one in workloads]
     beside = Beside(engine, workloads, begun + SHARE * (until - begun))
     found = provenance(engine, workloads) | {"repeats": REPEATS, "warm_tokens": warm, "tokens": tokens}
@@ -112,6 +115,13 @@ def measure(
         simulate_rows(found["rows"], workloads, costs, until)
         write_json(out / FILE, found)
     return found
+
+
+def found_before(out: Path) -> Tuned:
+    """Tuned settings that are in `out` already, by workload."""
+    if (out / TUNED).exists():
+        return read_tuned(out / TUNED)
+    return read_prepared(out / PREPARED, "topo") if (out / PREPARED).exists() else {}
 
 
 def workloads_of(routing: Mapping[str, Trace], shape: ModelShape, warm: int, tokens: int) -> list[Workload]:

@@ -73,3 +73,11 @@ def read_tuned(path: Path) -> Tuned:
         name: {float(ratio): Settings.parse(value, str(path)) for ratio, value in of.items()}
         for name, of in found.items()
     }
+
+
+def read_prepared(path: Path, workload: str) -> Tuned:
+    """The settings that `benchmarks.tuned_h200` has found for a workload on the link as it is."""
+    budgets = read_mapping(path, "prepared settings")["budgets"].values()
+    held = [one for one in budgets if one["link_bytes_per_s"] is None and "tuned" in one["named"]]
+    found = {float(one["cache_ratio"]): Settings.parse(one["named"]["tuned"][0], str(path)) for one in held}
+    return {workload: found} if found else {}

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks import beside, spac_h200, union_h200, union_tuned
+from benchmarks import beside, spac_h200, tuned_h200, union_h200, union_tuned
 from benchmarks.decode import workload
 from foreload.backend.engine import Engine, EngineOptions
 from foreload.backend.models.checkpoint import Checkpoint
@@ -143,7 +143,7 @@ def test_union(
     once = {"on_demand", "router_pf", "est_pf", "hybrid_pf"}
     for name in routing:
         rows = {(one["name"], one["cache_ratio"]): one for one in found["rows"] if one["workload"] == name}
-        tuned = {("tuned", 0.17)} if name == "topo" else set()
+        tuned = {("tuned", 0.17)} | ({("tuned", 0.0)} if name == "qwen3" else set())  # those of topo were found before
         assert set(rows) == tuned | {(one, 0.0) for one in PRESETS} | {(one, 0.17) for one in set(PRESETS) - once}
         for key, one in rows.items():
             assert one["refused"] == "", key
@@ -157,6 +157,21 @@ def test_union(
     assert "| settings | cache 0 | cache 0.17 |" in text
     assert text.count("\n| moe_spac |") == 4
     assert text.count("| 25.06 | 1.65 |") == 2
+
+
+@pytest.mark.unit
+def test_tuned_settings_found_before(tmp_path: Path) -> None:
+    """Those for this benchmark come first, then what the tuning benchmark prepared for the link as it is."""
+    assert union_h200.found_before(tmp_path) == {}
+    one, other = Settings(cache_ratio=0.1), Settings(cache_ratio=0.2)
+    budgets = {
+        str(at): {"link_bytes_per_s": link, "cache_ratio": ratio, "named": {"tuned": [s.model_dump(mode="json"), 1.0]}}
+        for at, (link, ratio, s) in enumerate([(None, 0.17, one), (10**9, 0.17, other), (None, 0.5, other)])
+    }
+    (tmp_path / tuned_h200.PREPARED).write_text(json.dumps({"budgets": budgets}))
+    assert union_h200.found_before(tmp_path) == {"topo": {0.17: one, 0.5: other}}
+    union_tuned.write_tuned(tmp_path / union_h200.TUNED, {"qwen3": {0.25: one}})
+    assert union_h200.found_before(tmp_path) == {"qwen3": {0.25: one}}
 
 
 @pytest.mark.integration
