@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foreload.backend.experts.batch import Chunk
 from foreload.backend.experts.blocks import run_expert
 from foreload.backend.experts.cpu import make_cpu_experts
 from foreload.backend.predict import CALIBRATED, PREDICTORS, Predictor
@@ -330,14 +331,12 @@ def prefill(bench: Bench, effort: Effort) -> Iterator[Measurement]:
 
         def layer(i: int, x: Tensor = x) -> None:
             r = decoder.attend(i % layers, x, 0)
-            ids, weights = decoder.route(i % layers, decoder.moe_input(i % layers, r))
-            np.bincount(ids.cpu().numpy().ravel(), minlength=bench.shape.experts)
-            out = torch.empty(*ids.shape, x.shape[1], device=device, dtype=x.dtype)
-            _ = r + (weights[..., None] * out.float()).sum(1).to(x.dtype)
+            h = decoder.moe_input(i % layers, r)
+            ids, weights = decoder.route(i % layers, h)
+            _ = r + Chunk(h, ids, bench.shape.experts).reduce(weights, None)
 
         def expert(i: int, x: Tensor = x) -> None:
-            rows = torch.arange(x.shape[0], device=device)
-            x[rows] = run_expert(x[rows], *pool.views(i % len(pool), i % layers))
+            x[:] = run_expert(x, *pool.views(i % len(pool), i % layers))
 
         yield _cpu_expert(bench, x.cpu(), effort.rounds)
         for probe, block in (("prefill_layer", layer), ("prefill_expert", expert)):

@@ -12,11 +12,13 @@ from numpy.typing import NDArray
 from foreload.backend.native.library import CLayout, CWork, Isa, Library
 from foreload.errors import ForeloadError, InternalError
 from foreload.formats import FORMATS, BlockLayout
+from foreload.machine import cores
 from foreload.shape import ModelShape
 
 ACTIVATIONS = ("silu", "swiglu_oai")
-SPIN_US = 1000
-"""How long idle workers stay awake: the next layer-step comes sooner than that, and waking them takes a tenth of it."""
+SPIN_US = 1000 if cores() >= 8 else 100
+"""How long idle workers stay awake where there are cores to spare: the next layer-step comes sooner than a millisecond,
+and waking them takes a tenth of one. On few cores they would be in the way of the decoding thread."""
 OPEN = 8
 """Submissions whose spans are remembered (`RING` in `src/pool.c`)."""
 
