@@ -1,0 +1,77 @@
+"""Profiles and recordings that do not belong together, or here: refused on one line that names both values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foreload.cli import main
+from foreload.machine import machine_name, software
+from foreload.shape import ModelShape
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture
+def files(tmp_path: Path, make_profile: Any, make_trace: Any, write_trace: Any) -> Callable[..., list[str]]:
+    """Flags of a profile and a recording; `meta`: other provenance of the profile."""
+
+    def make(**meta: Any) -> list[str]:
+        values = json.loads(make_profile().model_dump_json())
+        values["meta"] |= {"machine": machine_name(), "software": software(), **meta}
+        (tmp_path / "profile.json").write_text(json.dumps(values))
+        write_trace(tmp_path / "trace.parquet", make_trace(requests=2, tokens=6))
+        return ["--profile", str(tmp_path / "profile.json"), "--trace", str(tmp_path / "trace.parquet")]
+
+    return make
+
+
+def refused(capsys: Any, *args: str) -> str:
+    assert main([*args]) in (1, 2)
+    err: str = capsys.readouterr().err
+    assert len(err.strip().splitlines()) == 1
+    return err
+
+
+def test_another_shape(files: Callable[..., list[str]], shape: ModelShape, capsys: Any) -> None:
+    other = replace(shape, experts=16)
+    flags = files(shape_hash=other.hash)
+    text = refused(capsys, "simulate", *flags, "--cache-ratio", "0.5")
+    assert f"measured for model shape {other.hash}, this model is {shape.hash}" in text
+
+
+def test_another_machine(files: Callable[..., list[str]], capsys: Any) -> None:
+    text = refused(capsys, "validate", "mini", *files(machine="a 486"))
+    assert f"measured on 'a 486', this machine is {machine_name()!r}" in text
+
+
+def test_another_version(files: Callable[..., list[str]], capsys: Any) -> None:
+    version = software()["foreload"]
+    text = refused(capsys, "validate", "mini", *files(software={"foreload": "0.0.9"}))
+    assert f"measured by Foreload 0.0.9, this is {version}" in text
+
+
+def test_the_recording_of_another_model(files: Callable[..., list[str]], capsys: Any) -> None:
+    """The profile goes with the recording; the model that is opened is another."""
+    text = refused(capsys, "validate", "mini", *files())
+    assert "measured for model shape" in text
+    assert ", this model is " in text
+
+
+@pytest.mark.parametrize(("value", "shown"), [("NaN", "nan"), ("-3.0", "-3.0"), ("Infinity", "inf")])
+def test_impossible_times(files: Callable[..., list[str]], tmp_path: Path, capsys: Any, value: str, shown: str) -> None:
+    flags = files()
+    text = (tmp_path / "profile.json").read_text()
+    first = json.dumps(json.loads(text)["measurements"][0]["p50_us"])
+    (tmp_path / "profile.json").write_text(text.replace(f'"p50_us": {first}', f'"p50_us": {value}', 1))
+    assert f"field 'measurements.0.p50_us' is {shown}" in refused(capsys, "simulate", *flags, "--cache-ratio", "0.5")
+
+
+def test_a_profile_of_another_schema(files: Callable[..., list[str]], capsys: Any) -> None:
+    text = refused(capsys, "simulate", *files(schema_version=7), "--cache-ratio", "0.5")
+    assert "schema_version is 7: this Foreload reads" in text
