@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreload.budget import fixed_bytes, predictor_bytes, slot_budget
-from foreload.errors import MismatchError, UsageError
+from foreload.errors import BudgetError, MismatchError, UsageError
+from foreload.formats import layer_formats, slot_bytes
 from foreload.profiler.schema import HardwareProfile
 from foreload.quality import QualityReport
 from foreload.settings import Settings, check_slots
@@ -30,6 +31,7 @@ from foreload.simulator.tuner.search import Found, Search
 from foreload.simulator.tuner.study import study
 from foreload.simulator.workload import load_requests, request_numbers
 from foreload.traces.schema import PREFILL, Trace
+from foreload.units import format_bytes
 
 __all__ = ["TuneOptions", "TuneResult", "Tuning", "prepare", "split_requests", "tune"]
 
@@ -45,6 +47,7 @@ class TuneOptions(TypedDict, total=False):
     vram_bytes: int | None  # device memory there is
     context_tokens: int | None  # of keys and values beside the slots; default: the longest recorded
     slots: int | None  # instead: expert slots of the base's format, persistent and staging
+    ram_bytes: int | None  # host memory for all experts: formats that need more do not compete
     base: Settings | None  # the default to beat; what is not tuned is taken from it
     quality: QualityReport | None  # measured losses of settings that change the text
     format_loss_pct: Mapping[str, float] | None  # losses of expert formats, as given
@@ -107,9 +110,11 @@ def prepare(
             raise MismatchError("trace: holds no decode steps to tune on")
     costs = CostModel(profile, shape, dtype).for_settings(base)
     slots, room_bytes = _budget(recorded, costs, base, asked)
+    ram = asked.get("ram_bytes")
+    _check_ram(costs, ram)
     start = base.changed(slots_per_layer=None, cache_ratio=None)
     check_slots(start, shape, slots, costs.expert_bytes)
-    allowed = _allowed(recorded, start, asked)
+    allowed = [change for change in _allowed(recorded, start, asked) if _held(change.expert_format, costs, ram)]
     known = {(change.predictor, change.layers) for change in allowed}
     if start.speculate_layers and (start.predictor, start.speculated(shape)) not in known:
         raise UsageError(
@@ -143,6 +148,26 @@ def _budget(traces: Sequence[Trace], costs: CostModel, base: Settings, asked: Tu
     found = slot_budget(shape, dtype, vram, context, base, beside)
     fixed = fixed_bytes(shape, dtype, context) + base.headroom_bytes + predictor_bytes(shape, dtype, base) + beside
     return found, vram - fixed
+
+
+def _check_ram(costs: CostModel, ram_bytes: int | None) -> None:
+    """BudgetError if host memory cannot hold the experts of the settings to beat."""
+    needed = costs.shape.all_experts * costs.expert_bytes
+    if ram_bytes is not None and needed > ram_bytes:
+        short = needed - ram_bytes
+        raise BudgetError(
+            f"host memory of {format_bytes(ram_bytes)} cannot hold the experts, {format_bytes(needed)} in "
+            f"{costs.format}: {format_bytes(short)} ({short} bytes) short",
+            "ram",
+            short,
+        )
+
+
+def _held(expert_format: str | None, costs: CostModel, ram_bytes: int | None) -> bool:
+    """Whether host memory holds all experts in a format, as settings say it."""
+    chosen = Settings.parse({"expert_format": expert_format}).expert_format
+    formats = layer_formats(chosen, costs.shape, costs.profile.meta.dtype)
+    return ram_bytes is None or costs.shape.all_experts * slot_bytes(formats, costs.shape) <= ram_bytes
 
 
 def _allowed(traces: Sequence[Trace], base: Settings, asked: TuneOptions) -> list[Change]:

@@ -49,6 +49,9 @@ def tune(
         int | None,
         typer.Option("--slots", metavar="N", min=1, help="Instead of --vram: expert slots, staging included."),
     ] = None,
+    ram: Annotated[
+        str | None, typer.Option("--ram", metavar="SIZE", help="Host memory for experts: larger formats stay out.")
+    ] = None,
     context: ContextIn = None,
     link: LinkIn = None,
     cpu_scale: CpuScaleIn = None,
@@ -118,6 +121,7 @@ def tune(
     asked: TuneOptions = {
         "vram_bytes": None if vram is None else parse_bytes(vram, "--vram"),
         "context_tokens": longest, "slots": slots, "base": base,
+        "ram_bytes": None if ram is None else parse_bytes(ram, "--ram"),
         "quality": None if quality is None else QualityReport.load(quality),
         "format_loss_pct": losses, "max_quality_loss_pct": max_quality_loss,
         "warm": inputs.warm_counts(warm), "draft_bytes": _draft_bytes(inputs, base, longest),

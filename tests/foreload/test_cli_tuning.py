@@ -53,6 +53,11 @@ def test_several_recordings_resumed(files: list[str], tmp_path: Path, capsys: An
     assert Settings.load(out).model_dump(mode="json", exclude_defaults=True) == first["best"]["settings"]
 
 
+def test_host_memory_that_is_too_small(files: list[str], capsys: Any) -> None:
+    assert main(["tune", *files, "--dry-run", "--ram", "1kB"]) == 3
+    assert "host memory of 1000 B cannot hold the experts" in capsys.readouterr().err
+
+
 def test_a_dry_run_writes_nothing(files: list[str], tmp_path: Path, capsys: Any) -> None:
     before = sorted(tmp_path.iterdir())
     values = shown(capsys, "tune", *files, "--dry-run", "--jobs", "3")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sim_inputs import make_profile, make_shape, make_trace
 
-from foreload.errors import FileError, MismatchError, UsageError
+from foreload.errors import BudgetError, FileError, MismatchError, UsageError
 from foreload.profiler.schema import HardwareProfile, Measurement
 from foreload.settings import Settings
 from foreload.simulator.candidates import Change, Space
@@ -199,7 +199,7 @@ def test_a_seed_draws_the_parts(trace: Trace, profile: HardwareProfile) -> None:
 def with_formats(profile: HardwareProfile) -> HardwareProfile:
     """The profile with experts measured in fp8, which take half the time on the device and on the CPU."""
     more = []
-    for name, scale in (("fp32", 1.0), ("fp8", 0.5)):
+    for name, scale in (("fp32", 1.0), ("bf16", 0.9), ("fp8", 0.5)):
         at = {"experts": 1, "format": ("fp32", "bf16", "int8", "fp8", "mxfp4").index(name)}
         more.append(Measurement(probe="gpu_format", at=at, p50_us=16 * scale, p95_us=16, repeats=1))
         more.append(Measurement(probe="cpu_format", at={**at, "threads": 2}, p50_us=24 * scale, p95_us=24, repeats=1))
@@ -222,6 +222,19 @@ def test_a_format_competes_within_its_loss(trace: Trace, profile: HardwareProfil
     assert not tight.changes_text
     with pytest.raises(UsageError, match="go together: give both or none"):
         tune(trace, both, SHAPE, "float32", **asked)
+
+
+def test_host_memory_holds_the_experts(trace: Trace, profile: HardwareProfile) -> None:
+    both = with_formats(profile)
+    costs, packed = CostModel(both, SHAPE), Settings(expert_format="fp8")
+    whole, small = (model.expert_bytes * 12 for model in (costs, costs.for_settings(packed)))
+    with pytest.raises(BudgetError, match=r"cannot hold the experts, .* in fp32") as refused:
+        tune(trace, both, SHAPE, "float32", slots=SLOTS, ram_bytes=whole - 5)
+    assert (refused.value.budget, refused.value.shortfall_bytes) == ("ram", 5)
+    asked: dict[str, Any] = {"slots": SLOTS, "format_loss_pct": {"bf16": 0.1}, "max_quality_loss_pct": 1.0}
+    for ram_bytes, competing in ((small, []), (whole, ["bf16"])):
+        with prepare(trace, both, SHAPE, "float32", ram_bytes=ram_bytes, base=packed, **asked) as found:
+            assert [change.expert_format for change in found.space.changes] == competing
 
 
 def test_memory_is_counted_in_the_formats_size(trace: Trace, profile: HardwareProfile) -> None:
