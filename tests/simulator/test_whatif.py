@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sim_inputs import make_profile, make_shape, make_trace
+from sim_inputs import make_graph_profile, make_profile, make_shape, make_trace
 
 from foreload.errors import UsageError
 from foreload.profiler.schema import HardwareProfile
@@ -80,6 +80,24 @@ def test_every_name(name: str) -> None:
     assert "link 1 GB/s, CPU experts x 2" in other.meta.machine
     for before, after in zip(profile.measurements, other.measurements, strict=True):
         assert before == after or after.source == "assumed"
+
+
+def test_graphs_on_another_machine() -> None:
+    """A slower link slows what fetches by no more than its copies, a slower CPU what computes there, a card both."""
+    profile, trace = named(make_graph_profile(SHAPE), "NVIDIA H200"), make_trace(SHAPE, requests=1)
+    fetch, cpu = Settings(cache_ratio=0.0), Settings(cache_ratio=0.0, miss_action="cpu", cpu_threads=2)
+
+    def total(found: HardwareProfile, settings: Settings) -> int:
+        return simulate(trace, found, SHAPE, settings, (0,) * 4).total_ns
+
+    slow_link = on_machine(profile, Machine(link=0.5))
+    assert total(profile, fetch) < total(slow_link, fetch) < 2 * total(profile, fetch)
+    assert total(slow_link, cpu) == total(profile, cpu)
+    slow_cpu = on_machine(profile, Machine(cpu=0.5))
+    assert total(slow_cpu, fetch) == total(profile, fetch)
+    assert total(slow_cpu, cpu) > total(profile, cpu)
+    card = assume(profile, None, None, "rtx-3090").profile
+    assert total(card, cpu) > total(profile, cpu)
 
 
 @given(link=st.floats(0.05, 20), cpu=st.floats(0.05, 20))
