@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from sim_inputs import make_graph_profile, make_shape, make_trace, make_windows, manual_trace
@@ -15,6 +17,7 @@ from foreload.simulator.bounds import bounds
 from foreload.simulator.costs import CostModel, split_costs
 from foreload.simulator.tune import tune
 from foreload.simulator.workload import load_requests
+from foreload.traces.timings import KINDS
 
 ONE, TWO = make_shape(layers=1), make_shape(layers=2)
 BOTH = pytest.mark.parametrize("run", [engine_model.simulate, compiled.simulate], ids=["simpy", "compiled"])
@@ -94,6 +97,30 @@ def test_what_reads_profiles_reads_those_of_graphs():
     drafting = Settings(draft={"kind": "ngram", "gamma": 3})
     windows = compiled.simulate(make_windows(shape, 3), profile, shape, drafting, (2,) * 3)
     assert windows.tokens > windows.steps
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        Settings(),
+        Settings(miss_action="split", admission="background", predictor="gate", prefetch_depth=1),
+        Settings(miss_action="cpu", cpu_threads=2),
+    ],
+    ids=["fetch", "split", "cpu"],
+)
+def test_times_add_up_and_tracks_do_not_overlap(chosen):
+    shape = make_shape(layers=4, experts=12, top_k=3)
+    trace = make_trace(shape, requests=3, prompt=9, tokens=24, seed=1)
+    found = engine_model.simulate(trace, make_graph_profile(shape), shape, chosen, (3, 4, 0, 12), timeline=True)
+    assert found.total_ns == sum(found.time_ns.values())
+    for track in ("host", "gpu", "link", "cpu"):
+        spans = sorted((e.start_ns, e.start_ns + e.duration_ns) for e in found.timeline if e.stream == track)
+        assert bool(spans) == (track != "cpu" or chosen.miss_action != "fetch")
+        assert all(a[1] <= b[0] for a, b in pairwise(spans))
+    host = sum(e.duration_ns for e in found.timeline if e.stream == "host")
+    assert host == found.total_ns + int(found.ttft_ns.sum())
+    assert {e.kind for e in found.timeline} <= set(KINDS)
 
 
 @pytest.mark.unit
