@@ -218,6 +218,9 @@ def _show_errors(console: Console, summary: dict[str, Any]) -> None:
         "regret": f"{summary['regret_pct']:.1f} % slower than the best, had the prediction chosen",
         "not counted": ", ".join(summary["apart"]) or "none: every setting's own turns spread by at most 5 %",
     }
+    every = summary["all_settings"]
+    if summary["apart"]:
+        lines["with those too"] = f"time per token: median {every['p50']:.1f} %, worst {every['worst']:+.1f} %"
     if summary["calibrated"] is not None:
         left = summary["calibrated"]["others"]
         text = "no other setting" if left is None else f"median {left['p50']:.1f} %, worst {left['worst']:+.1f} %"
