@@ -165,6 +165,6 @@ def test_driver_goes_on_after_a_part_that_fails(tmp_path: Path, monkeypatch: pyt
     assert found["union"]["engine"] == found["spac"]["engine"]
     assert "rows" not in found["spac"]
     assert "10 s are needed" in found["exactness"]["skipped"]
-    with pytest.raises(UsageError, match="'prefill' is none of kernels"):
-        h200.main([*flags[:-1], "prefill"])
+    with pytest.raises(UsageError, match="'prompts' is none of kernels"):
+        h200.main([*flags[:-1], "prompts"])
     assert json.loads((tmp_path / "h200.json").read_text()).keys() == found.keys()
