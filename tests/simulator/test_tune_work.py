@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -58,9 +60,11 @@ def test_processes_change_nothing(trace: Trace, profile: HardwareProfile, alone:
 
 
 @pytest.fixture
-def cluster() -> Iterator[Any]:
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Two workers of a Dask cluster on this machine."""
     distributed = pytest.importorskip("distributed")
+    # Workers run the main module again, which tests of the dashboard leave as a script of theirs.
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
     made = distributed.LocalCluster(
         n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None, memory_limit=None
     )
