@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.workloads import ACCEPTED
 from foreload.backend.cuda.forward import FastForward
 from foreload.backend.engine import Engine
 from foreload.backend.generation import DecodeStep
@@ -26,8 +27,6 @@ Kind = Literal["resident", "fetch", "cpu", "split", "cached", "placed", "drafted
 """What a row's floor is made of (`decode_rows.floor_ms`)."""
 MARKED = 8
 """Steps after the timed ones in which the host's blocks are told apart."""
-ACCEPTED = 0.7
-"""Chance, assumed, that a draft of a made-up window is kept if those before it were; rows say where they break even."""
 
 
 @dataclass

@@ -19,6 +19,7 @@ from random import Random
 from statistics import median
 from typing import Any
 
+from benchmarks.beside import PROFILE
 from benchmarks.decode import workload as made_up
 from benchmarks.replayed import Bench, Lengths, Predicted, Run, Trial, Workload, predict, shown, workload
 from benchmarks.validate_grid import GAMMA, trials
@@ -35,7 +36,6 @@ from foreload.traces.io import read_trace
 from foreload.traces.schema import Trace
 
 NAME = "validate-h200"
-PROFILE = "profile-h200-qwen3-30b-a3b.json"
 CONTEXT, SEED, ROUNDS = 1024, 0, 4
 ROOMY_S, SHORT = 200, Lengths(warm=12, steps=16, warm_windows=4, windows=8)
 """With less time than this, fewer steps: three repeats of every setting say more than long ones."""

@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.beside import PROFILE
 from benchmarks.decode import workload as made_up
 from benchmarks.replayed import Bench, Lengths, Trial, Workload, predict, shown
 from benchmarks.validate_h200 import (
-    PROFILE,
     Cell,
     Rounds,
     Wanted,

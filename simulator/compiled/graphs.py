@@ -18,23 +18,16 @@ from foreload.simulator.compiled import machine as mach
 from foreload.simulator.compiled.host import Blocks, Steps
 from foreload.simulator.compiled.machine import (
     ATTENTION,
-    CPU,
     DRAFT,
     EMBED,
     FINISH,
     HEAD,
-    HOST_KEY,
     N_COMING,
-    ON_CPU,
-    ON_LANDING,
     PLAN,
     SAMPLE,
-    WAIT_CPU,
-    WAIT_LINK,
     Machine,
     Rates,
     spend,
-    waited,
 )
 
 drop_stale_caches(Path(__file__).parent, Path(host.__file__).parent, Path(copies.__file__).parent)
@@ -169,11 +162,7 @@ def _layer(
     on_cpu = _run(m, r, b, g, p, layer, experts, counts, fed > 1, action)
     _enter(m, r, b, g, steps, at, layer + 1, depth)
     host.settle(m, r, p)
-    for i in range(m.at[N_COMING]):
-        if not mach.has_landed(m, m.coming[i]):
-            m.at[HOST_KEY] = m.coming[i]
-            host.wait(m, r, p, ON_LANDING)
-            waited(m, WAIT_LINK)
+    host.await_landings(m, r, p)
     spend(m, FINISH, b.finish[fed, 0])
     host.settle(m, r, p)
     step.finish(p, rules, layer, experts, action, split)
@@ -195,19 +184,7 @@ def _run(
     action: NDArray[np.int8],
 ) -> bool:
     """Launch a layer-step's experts; whether the CPU had any, whose results are then there."""
-    on_cpu, hits, cpu_tokens, hit_tokens = 0, 0, 0, 0
-    m.at[N_COMING] = 0
-    for i in range(len(experts)):
-        tokens = counts[i] if window else 0
-        if action[i] == step.ACT_CPU:
-            on_cpu += 1
-            cpu_tokens += tokens
-        elif action[i] == step.ACT_HIT:
-            hits += 1
-            hit_tokens += tokens
-        else:
-            m.coming[m.at[N_COMING]] = layer * p.status.shape[1] + experts[i]
-            m.at[N_COMING] += 1
+    on_cpu, cpu_tokens, hits, hit_tokens = host.sort_out(m, p, layer, experts, counts, window, action)
     if on_cpu:
         host.catch_up(m, r, p)
         mach.start_cpu(m, r, on_cpu, cpu_tokens)
@@ -219,9 +196,7 @@ def _run(
         host.copied(m, r, b, p, layer, experts, counts, window, action)
     host.settle(m, r, p)
     if on_cpu:
-        if m.job[CPU, mach.ACTIVE]:
-            host.wait(m, r, p, ON_CPU)
-            waited(m, WAIT_CPU)
+        host.await_cpu(m, r, p)
         spend(m, FINISH, g.upload_ns)
         host.settle(m, r, p)
     return on_cpu > 0

@@ -354,6 +354,16 @@ def _close(
     """The layer-step `opened` (-1: none) of step `at` is done, once its copies have landed."""
     if opened < 0:
         return
+    if await_landings(m, r, p):
+        spend(m, WAKE, r.wake_ns)
+        settle(m, r, p)
+    distinct = demanded(steps, at, opened)
+    step.finish(p, rules, opened, steps.demand[at, opened, :distinct], m.action[opened & 1, :distinct], split)
+
+
+@uncounted
+def await_landings(m: Machine, r: Rates, p: PolicyState) -> bool:
+    """Wait for what is coming to the open layer-step; whether there was anything to wait for."""
     late = False
     for i in range(m.at[N_COMING]):
         if not mach.has_landed(m, m.coming[i]):
@@ -361,11 +371,42 @@ def _close(
             m.at[HOST_KEY] = m.coming[i]
             wait(m, r, p, ON_LANDING)
             waited(m, WAIT_LINK)
-    if late:
-        spend(m, WAKE, r.wake_ns)
-        settle(m, r, p)
-    distinct = demanded(steps, at, opened)
-    step.finish(p, rules, opened, steps.demand[at, opened, :distinct], m.action[opened & 1, :distinct], split)
+    return late
+
+
+@uncounted
+def sort_out(
+    m: Machine,
+    p: PolicyState,
+    layer: int,
+    experts: NDArray[np.int32],
+    counts: NDArray[np.int32],
+    window: bool,
+    action: NDArray[np.int8],
+) -> tuple[int, int, int, int]:
+    """Note what is coming over the link; experts of the CPU and their tokens, residents and theirs."""
+    on_cpu, hits, cpu_tokens, hit_tokens = 0, 0, 0, 0
+    m.at[N_COMING] = 0
+    for i in range(len(experts)):
+        tokens = counts[i] if window else 0
+        if action[i] == step.ACT_CPU:
+            on_cpu += 1
+            cpu_tokens += tokens
+        elif action[i] == step.ACT_HIT:
+            hits += 1
+            hit_tokens += tokens
+        else:
+            m.coming[m.at[N_COMING]] = layer * p.status.shape[1] + experts[i]
+            m.at[N_COMING] += 1
+    return on_cpu, cpu_tokens, hits, hit_tokens
+
+
+@uncounted
+def await_cpu(m: Machine, r: Rates, p: PolicyState) -> None:
+    """Wait for the CPU's experts, if it still has any."""
+    if m.job[CPU, mach.ACTIVE]:
+        wait(m, r, p, ON_CPU)
+        waited(m, WAIT_CPU)
 
 
 @uncounted
@@ -381,19 +422,7 @@ def _layer_experts(
     action: NDArray[np.int8],
 ) -> bool:
     """CPU experts, hits, copies, CPU results; whether the CPU had any."""
-    on_cpu, hits, cpu_tokens, hit_tokens = 0, 0, 0, 0
-    m.at[N_COMING] = 0
-    for i in range(len(experts)):
-        tokens = counts[i] if window else 0
-        if action[i] == step.ACT_CPU:
-            on_cpu += 1
-            cpu_tokens += tokens
-        elif action[i] == step.ACT_HIT:
-            hits += 1
-            hit_tokens += tokens
-        else:
-            m.coming[m.at[N_COMING]] = layer * p.status.shape[1] + experts[i]
-            m.at[N_COMING] += 1
+    on_cpu, cpu_tokens, hits, hit_tokens = sort_out(m, p, layer, experts, counts, window, action)
     if on_cpu:
         catch_up(m, r, p)
         mach.start_cpu(m, r, on_cpu, cpu_tokens)
@@ -406,7 +435,5 @@ def _layer_experts(
         copied(m, r, b, p, layer, experts, counts, window, action)
     if on_cpu:
         settle(m, r, p)
-        if m.job[CPU, mach.ACTIVE]:
-            wait(m, r, p, ON_CPU)
-            waited(m, WAIT_CPU)
+        await_cpu(m, r, p)
     return on_cpu > 0

@@ -58,29 +58,6 @@ def _packed_products(
 @triton.jit
 def _float_products(
     weights: tl.tensor,
-    rows: tl.tensor,
-    inside_rows: tl.tensor,
-    x: tl.tensor,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    STEP: tl.constexpr,
-) -> tl.tensor:
-    """[ROWS]: rows of `weights`, STEP elements apart, times x."""
-    total = tl.zeros([ROWS, COLS], tl.float32)
-    for at in range(0, WIDTH, COLS):
-        cols = at + tl.arange(0, COLS)
-        inside = cols < WIDTH
-        part = tl.load(x + cols, mask=inside, other=0.0).to(tl.float32)
-        mask = inside_rows[:, None] & inside[None, :]
-        block = tl.load(weights + (rows * STEP)[:, None] + cols[None, :], mask=mask, other=0.0)
-        total += block.to(tl.float32) * part[None, :]
-    return tl.sum(total, axis=1)
-
-
-@triton.jit
-def _tile_products(
-    weights: tl.tensor,
     scales: tl.tensor,
     rows: tl.tensor,
     inside_rows: tl.tensor,
@@ -92,16 +69,19 @@ def _tile_products(
     SCALE_STEP: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """[ROWS]: as `_float_products`, every TILE columns of a row scaled."""
+    """[ROWS]: rows of `weights`, STEP elements apart, times x; TILE > 0: every TILE columns times their scale."""
     total = tl.zeros([ROWS, COLS], tl.float32)
     for at in range(0, WIDTH, COLS):
         cols = at + tl.arange(0, COLS)
         inside = cols < WIDTH
         part = tl.load(x + cols, mask=inside, other=0.0).to(tl.float32)
         mask = inside_rows[:, None] & inside[None, :]
-        block = tl.load(weights + (rows * STEP)[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        scale = tl.load(scales + (rows * SCALE_STEP)[:, None] + (cols // TILE)[None, :], mask=mask, other=0.0)
-        total += scale * (block * part[None, :])
+        block = tl.load(weights + (rows * STEP)[:, None] + cols[None, :], mask=mask, other=0.0)
+        if TILE > 0:
+            scale = tl.load(scales + (rows * SCALE_STEP)[:, None] + (cols // TILE)[None, :], mask=mask, other=0.0)
+            total += scale * (block.to(tl.float32) * part[None, :])
+        else:
+            total += block.to(tl.float32) * part[None, :]
     return tl.sum(total, axis=1)
 
 
@@ -126,29 +106,27 @@ def _products(
     TILE: tl.constexpr,
 ) -> tl.tensor:
     """[ROWS] fp32: rows of one matrix of the block at `address` times x [WIDTH], scaled, plus bias."""
+    scales = address.to(tl.pointer_type(tl.float32)) + SCALES // 4
     if FORMAT == "mxfp4":
         found = _packed_products(
             address, rows, inside_rows, x, WIDTH, ROWS, COLS, ALIGN, AT, STRIDE, SCALES, SCALE_STRIDE
         )
     elif FORMAT == "float32":
         weights = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), ALIGN) + AT // 4
-        found = _float_products(weights, rows, inside_rows, x, WIDTH, ROWS, COLS, STRIDE // 4)
+        found = _float_products(weights, scales, rows, inside_rows, x, WIDTH, ROWS, COLS, STRIDE // 4, 0, 0)
     elif FORMAT == "bfloat16":
         weights = tl.multiple_of(address.to(tl.pointer_type(tl.bfloat16)), ALIGN) + AT // 2
-        found = _float_products(weights, rows, inside_rows, x, WIDTH, ROWS, COLS, STRIDE // 2)
-    elif FORMAT == "fp8_tile":
+        found = _float_products(weights, scales, rows, inside_rows, x, WIDTH, ROWS, COLS, STRIDE // 2, 0, 0)
+    elif FORMAT == "fp8" or FORMAT == "fp8_tile":
         weights = tl.multiple_of(address.to(tl.pointer_type(tl.float8e4nv)), ALIGN) + AT
-        tiles = address.to(tl.pointer_type(tl.float32)) + SCALES // 4
-        found = _tile_products(weights, tiles, rows, inside_rows, x, WIDTH, ROWS, COLS, STRIDE, SCALE_STRIDE // 4, TILE)
-    elif FORMAT == "fp8":
-        weights = tl.multiple_of(address.to(tl.pointer_type(tl.float8e4nv)), ALIGN) + AT
-        found = _float_products(weights, rows, inside_rows, x, WIDTH, ROWS, COLS, STRIDE)
+        found = _float_products(
+            weights, scales, rows, inside_rows, x, WIDTH, ROWS, COLS, STRIDE, SCALE_STRIDE // 4, TILE
+        )
     else:
         weights = tl.multiple_of(address.to(tl.pointer_type(tl.int8)), ALIGN) + AT
-        found = _float_products(weights, rows, inside_rows, x, WIDTH, ROWS, COLS, STRIDE)
+        found = _float_products(weights, scales, rows, inside_rows, x, WIDTH, ROWS, COLS, STRIDE, 0, 0)
     if FORMAT == "fp8" or FORMAT == "int8":
-        scales = address.to(tl.pointer_type(tl.float32)) + SCALES // 4 + rows * (SCALE_STRIDE // 4)
-        found *= tl.load(scales, mask=inside_rows, other=0.0)
+        found *= tl.load(scales + rows * (SCALE_STRIDE // 4), mask=inside_rows, other=0.0)
     if BIAS >= 0:
         if BIAS_BYTES == 4:
             biases = address.to(tl.pointer_type(tl.float32)) + BIAS // 4 + rows * (BIAS_STRIDE // 4)
