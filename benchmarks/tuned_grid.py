@@ -134,7 +134,7 @@ def _tuned(inputs: Inputs, budget: Budget) -> dict[str, Any]:
     costs, begun = inputs.costs(budget), time.perf_counter()
     result = tune(
         inputs.trace, costs.profile, costs.shape, costs.profile.meta.dtype, slots=inputs.slots(budget),
-        warm=inputs.start,
+        warm=inputs.start, replayed=True,
     )  # fmt: skip
     seconds = time.perf_counter() - begun
     named = {"tuned": result.best, "default": result.default, **{c.name: c for c in result.presets()}}

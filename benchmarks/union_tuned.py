@@ -53,7 +53,7 @@ def _tuned(
 ) -> tuple[str, float, dict[str, Any]]:
     shape = trace.meta.model_shape()
     slots = round(ratio * shape.all_experts) + staging_slots(Settings(), shape)
-    result = tune(trace, profile, shape, profile.meta.dtype, slots=slots, warm=start)
+    result = tune(trace, profile, shape, profile.meta.dtype, slots=slots, warm=start, replayed=True)
     return name, ratio, result.best.settings.model_dump(mode="json")
 
 

@@ -178,11 +178,23 @@ class HardwareProfile(BaseModel):
             raise FileError(f"profile: no measurement of {probe!r} at {fixed or 'any point'}: it holds {known}")
         return found
 
-    def check_here(self) -> None:
-        """Raise MismatchError, naming both values, if it was measured on another machine or by another version."""
-        here, version = machine_name(), software().get("foreload", "")
+    def check_here(self, device: str | None = None, device_name: str | None = None) -> None:
+        """Raise MismatchError, naming both values, if it was measured on another machine or by another version.
+
+        Or for another kind of device than `device`, or on another GPU than the one named, where either is given.
+        """
+        here = machine_name()
         if self.meta.machine != here:
             raise MismatchError(f"profile: measured on {self.meta.machine!r}, this machine is {here!r}")
+        if device is not None and self.meta.device != device:
+            raise MismatchError(f"profile: measured on device {self.meta.device!r}, this run uses {device!r}")
+        if device_name is not None and self.meta.device_name != device_name:
+            raise MismatchError(f"profile: measured on GPU {self.meta.device_name!r}, this one is {device_name!r}")
+        self.check_version()
+
+    def check_version(self) -> None:
+        """Raise MismatchError, naming both values, if it was measured by another version."""
+        version = software().get("foreload", "")
         measured = self.meta.software.get("foreload", version)
         if measured != version:
             raise MismatchError(f"profile: measured by Foreload {measured}, this is {version}: profile again")

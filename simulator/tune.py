@@ -53,6 +53,7 @@ class TuneOptions(TypedDict, total=False):
     format_loss_pct: Mapping[str, float] | None  # losses of expert formats, as given
     max_quality_loss_pct: float | None  # what may be lost; without it nothing that changes the text competes
     warm: NDArray[np.int64] | None  # [MoE layers, experts] uses in a recording that every run starts from
+    replayed: bool  # whether the engine will replay recorded routing, as benchmarks do, which takes graphs some time
     draft_bytes: int | None  # of the model that drafted the recordings: lets its windows compete
     robust: Robust  # several recordings: the mean over their tokens, or the slowest one
     seed: int | None  # draws which requests fit, select and are held out; default: in their order
@@ -108,7 +109,8 @@ def prepare(
     for trace in recorded:
         if not (trace.phase != PREFILL).any():
             raise MismatchError("trace: holds no decode steps to tune on")
-    costs = CostModel(profile, shape, dtype).for_settings(base)
+    replayed = asked.get("replayed", False)
+    costs = CostModel(profile, shape, dtype, replayed=replayed).for_settings(base)
     slots, room_bytes = _budget(recorded, costs, base, asked)
     ram = asked.get("ram_bytes")
     _check_ram(costs, ram)
@@ -128,7 +130,7 @@ def prepare(
         resume = asked.get("resume")
         journal = None if resume is None else stack.enter_context(Journal(resume))
         workers = (asked.get("jobs", 1), asked.get("backend", "local"), asked.get("address"))
-        context = Context.of(recorded, profile, shape, dtype, warm)
+        context = Context.of(recorded, profile, shape, dtype, warm, replayed)
         pool = stack.enter_context(Pool(context, *workers, journal, asked.get("progress")))
         parts = (fit, select, held)
         yield Tuning(pool, replace(space, room_bytes=room_bytes), costs, parts, asked.get("robust", "mean"))

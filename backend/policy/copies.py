@@ -34,13 +34,13 @@ from foreload.backend.policy.state import (
     WORST_UNKNOWN,
     PolicyState,
 )
-from foreload.compiled import uncounted
+from foreload.compiled import inlined, uncounted
 
 WINDOW = 2
 """Copies that may be in the copy stream at once."""
 
 
-@uncounted
+@inlined
 def release(state: PolicyState, layer: int, expert: int) -> None:
     """Give the expert's slot back; it is absent afterwards."""
     state.free[state.scalars[N_FREE]] = state.slot[layer, expert]
@@ -49,7 +49,7 @@ def release(state: PolicyState, layer: int, expert: int) -> None:
     state.status[layer, expert] = ABSENT
 
 
-@uncounted
+@inlined
 def _take_place(state: PolicyState, layer: int) -> None:
     """One more persistent slot of `layer` is in use."""
     state.kept[layer] += 1
@@ -57,7 +57,7 @@ def _take_place(state: PolicyState, layer: int) -> None:
     state.worst[layer] = WORST_UNKNOWN
 
 
-@uncounted
+@inlined
 def give_place(state: PolicyState, layer: int) -> None:
     """One persistent slot of `layer` less is in use."""
     state.kept[layer] -= 1
@@ -65,7 +65,7 @@ def give_place(state: PolicyState, layer: int) -> None:
     state.worst[layer] = WORST_UNKNOWN
 
 
-@uncounted
+@inlined
 def evict(state: PolicyState, key: int) -> None:
     """Give up a resident."""
     layer, expert = key // state.status.shape[1], key % state.status.shape[1]
@@ -73,7 +73,7 @@ def evict(state: PolicyState, key: int) -> None:
     give_place(state, layer)
 
 
-@uncounted
+@inlined
 def _rank(state: PolicyState, layer: int, purpose: int) -> int:
     state.scalars[SEQUENCE] += 1
     if purpose in (PREFETCH, AHEAD):
@@ -101,7 +101,7 @@ def enqueue(state: PolicyState, layer: int, expert: int, purpose: int) -> bool:
     return True
 
 
-@uncounted
+@inlined
 def _unqueue(state: PolicyState, at: int) -> None:
     last = state.scalars[N_QUEUED] - 1
     state.queue[at] = state.queue[last]
@@ -154,7 +154,7 @@ def next_copy(state: PolicyState, phase: int) -> int:
     return int(key)
 
 
-@uncounted
+@inlined
 def complete(state: PolicyState, key: int) -> None:
     """The copy of `key` has arrived."""
     layer, expert = key // state.status.shape[1], key % state.status.shape[1]
@@ -165,7 +165,7 @@ def complete(state: PolicyState, key: int) -> None:
         state.status[layer, expert] = LANDED
 
 
-@uncounted
+@inlined
 def keep(state: PolicyState, layer: int, expert: int, victim: int) -> None:
     """Turn the staging slot of a landed expert into a persistent one; `victim` (a key, -1: none) gives its own back."""
     if victim >= 0:

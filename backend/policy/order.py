@@ -23,7 +23,7 @@ from foreload.backend.policy.rules import (
     Rules,
 )
 from foreload.backend.policy.state import KEPT, LAYER, N_UNFILLED, NEVER, STEP, WORST_UNKNOWN, PolicyState
-from foreload.compiled import uncounted
+from foreload.compiled import inlined, uncounted
 
 _HASH_BITS = 0xFFFFFFFF
 
@@ -44,20 +44,20 @@ def random_rank(step: int, layer: int, expert: int, seed: int = 0) -> int:
     return _mix(value ^ (layer & _HASH_BITS))
 
 
-@uncounted
+@inlined
 def age(state: PolicyState, layer: int, expert: int) -> int:
     """Layer-steps of its layer since the expert was demanded; 0: in the last one."""
     last = state.last_step[layer, expert]
     return int(state.begun[layer] - last) if last >= 0 else NEVER
 
 
-@uncounted
+@inlined
 def _utility(state: PolicyState, rules: Rules, layer: int, expert: int) -> int:
     done = state.begun[layer] == state.scalars[STEP] and layer != state.scalars[LAYER]
     return 0 if rules.reset_done and done else int(state.score[layer, expert])
 
 
-@uncounted
+@inlined
 def _merit(state: PolicyState, rules: Rules, layer: int, expert: int) -> int:
     """What the order looks at first, except for `lfru`: the larger stays."""
     order = rules.eviction
@@ -74,7 +74,7 @@ def _merit(state: PolicyState, rules: Rules, layer: int, expert: int) -> int:
     return int(-(state.next_use[layer, expert] * state.status.shape[0] + layer))
 
 
-@uncounted
+@inlined
 def compare(state: PolicyState, rules: Rules, layer_a: int, a: int, layer_b: int, b: int) -> int:
     """Above 0 if expert `a` stays rather than `b`, below 0 if `b` does, 0 if the order's own key is the same."""
     order = rules.eviction
@@ -90,7 +90,7 @@ def compare(state: PolicyState, rules: Rules, layer_a: int, a: int, layer_b: int
     return int(age_b - age_a)
 
 
-@uncounted
+@inlined
 def distance(state: PolicyState, layer: int) -> int:
     """Layer-steps until `layer` computes; 0: it does now."""
     return int((layer - state.scalars[LAYER]) % state.status.shape[0])
@@ -136,7 +136,7 @@ def worst_kept(state: PolicyState, rules: Rules, layer: int, frozen: int = -1) -
     return found
 
 
-@uncounted
+@inlined
 def has_room(state: PolicyState, rules: Rules, layer: int) -> bool:
     """Whether an expert of `layer` finds a persistent slot that nobody holds."""
     if rules.pool == POOL_SHARED:

@@ -46,12 +46,12 @@ from foreload.backend.policy.state import (
     PolicyState,
 )
 from foreload.backend.policy.utility import update_utility
-from foreload.compiled import uncounted
+from foreload.compiled import inlined, uncounted
 
 ACT_HIT, ACT_LATE, ACT_FETCH, ACT_CPU = 0, 1, 2, 3
 
 
-@uncounted
+@inlined
 def enter(state: PolicyState, layer: int) -> None:
     """`layer` is the computing layer from now on; orders within it and the one before may be others then."""
     state.worst[state.scalars[LAYER]] = WORST_UNKNOWN
@@ -59,7 +59,7 @@ def enter(state: PolicyState, layer: int) -> None:
     state.scalars[LAYER] = layer
 
 
-@uncounted
+@inlined
 def _look_up(state: PolicyState, layer: int, expert: int) -> int:
     """ACT_HIT, ACT_LATE, or ACT_FETCH for an absent expert; what is on its way becomes the demand's."""
     status, purpose = state.status[layer, expert], state.purpose[layer, expert]
@@ -165,7 +165,7 @@ def demand(
     return _fetch(state, rules, layer, experts, counts, missing[:absent], load, costs, action)
 
 
-@uncounted
+@inlined
 def _room(state: PolicyState, reserve: int) -> bool:
     """Whether a copy nobody has demanded may take a slot and still leave `reserve` for the next layer-step."""
     spare = state.scalars[N_FREE] - state.scalars[N_UNFILLED]

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from foreload.errors import UsageError
+from foreload.errors import MismatchError, UsageError
 from foreload.settings import DraftKind, Settings, staging_slots
 from foreload.shape import ModelShape
 from foreload.units import parse_bytes, parse_rate
 
 if TYPE_CHECKING:
     from foreload.backend.engine import CostsFor, Engine, EngineOptions
-    from foreload.backend.policy import SplitCosts
     from foreload.cli.output import Output
 
 DeviceName = Literal["auto", "cpu", "cuda"]
@@ -41,6 +40,9 @@ EagerFlag = Annotated[
 ]
 ProfileFlag = Annotated[
     Path | None, typer.Option("--profile", metavar="FILE", help="Machine profile; miss_action `split` decides by it.")
+]
+AssumeProfileFlag = Annotated[
+    bool, typer.Option("--assume-profile", help="Decide by --profile even if it is of another machine or version.")
 ]
 CalibrationFlag = Annotated[
     Path | None,
@@ -157,6 +159,29 @@ def with_draft(settings: Settings, kind: DraftKind | None, gamma: int | None, mo
     return settings.changed(draft={"kind": chosen, "gamma": window, "model": model or draft.model})
 
 
+def _costs_by(path: Path, shape: ModelShape, options: EngineOptions, assumed: bool, output: Output) -> CostsFor:
+    """What the brain decides by, from a profile of this machine or, if `assumed`, of whichever it is."""
+    from foreload.profiler.schema import HardwareProfile
+    from foreload.simulator.costs import split_costs
+
+    measured = HardwareProfile.load(path)
+    measured.check_model(shape, options.resolved_dtype)
+    try:
+        measured.check_here(options.device, gpu_name(options.device))
+    except MismatchError as error:
+        if not assumed:
+            raise MismatchError(f"{error} (--assume-profile decides by it all the same)") from error
+        output.note(f"{error}: what is decided by it is assumed")
+    return lambda wanted: split_costs(measured, shape, wanted)
+
+
+def gpu_name(device: str) -> str | None:
+    """The name of the GPU, if `device` is one."""
+    import torch
+
+    return torch.cuda.get_device_name() if device == "cuda" else None
+
+
 def open_engine(
     model: str,
     options: EngineOptions,
@@ -164,8 +189,12 @@ def open_engine(
     profile: Path | None,
     output: Output,
     warm: Path | None = None,
+    assumed: bool = False,
 ) -> Engine:
-    """An engine under `settings`, loaded with a progress display; `warm`: a recording it starts from."""
+    """An engine under `settings`, loaded with a progress display; `warm`: a recording it starts from.
+
+    `assumed`: a profile of another machine or version will do. Raises MismatchError for one otherwise.
+    """
     from foreload.backend.engine import Engine
     from foreload.backend.models.checkpoint import Checkpoint
     from foreload.traces.histogram import warm_counts
@@ -174,17 +203,9 @@ def open_engine(
     chosen = settings if isinstance(settings, Settings) else settings(checkpoint.shape)
     if options.shadow and not chosen.speculate_layers:
         raise UsageError("--shadow measures speculated layers: the settings speculate none")
-    costs: CostsFor | None = None
-    if profile is not None:
-        from foreload.profiler.schema import HardwareProfile
-        from foreload.simulator.costs import split_costs
-
-        measured = HardwareProfile.load(profile)
-        measured.check_model(checkpoint.shape, options.resolved_dtype)
-
-        def costs(wanted: Settings) -> SplitCosts:
-            return split_costs(measured, checkpoint.shape, wanted)
-
+    if assumed and profile is None:
+        raise UsageError("--assume-profile goes with --profile")
+    costs = None if profile is None else _costs_by(profile, checkpoint.shape, options, assumed, output)
     counts = None if warm is None else warm_counts(warm, checkpoint.shape)
     with output.progress() as progress:
         task = progress.add_task("loading experts", total=None)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foreload.cli.engine_options import (
+    AssumeProfileFlag,
     CalibrationFlag,
     ContextFlag,
     DeviceFlag,
@@ -64,6 +65,7 @@ def record(
     gamma: GammaFlag = None,
     draft_model: DraftModelFlag = None,
     profile: ProfileFlag = None,
+    assume_profile: AssumeProfileFlag = False,
     device: DeviceFlag = "auto",
     dtype: DtypeFlag = None,
     vram: VramFlag = None,
@@ -91,7 +93,7 @@ def record(
     chosen = chosen_settings(settings, None, options, draft, gamma, draft_model)
     sampling = Sampling(temperature, top_p, seed)
     with (
-        open_engine(model, options, chosen, profile, output, warm) as engine,
+        open_engine(model, options, chosen, profile, output, warm, assume_profile) as engine,
         output.progress() as progress,
         ExitStack() as stack,
     ):

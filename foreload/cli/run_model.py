@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foreload.cli.engine_options import (
+    AssumeProfileFlag,
     CalibrationFlag,
     ContextFlag,
     DeviceFlag,
@@ -54,6 +55,7 @@ def run(
     gamma: GammaFlag = None,
     draft_model: DraftModelFlag = None,
     profile: ProfileFlag = None,
+    assume_profile: AssumeProfileFlag = False,
     device: DeviceFlag = "auto",
     dtype: DtypeFlag = None,
     vram: VramFlag = None,
@@ -86,7 +88,7 @@ def run(
     options = engine_options(device, dtype, vram, link, context, calibration, shadow, eager)
     chosen = chosen_settings(settings, preset, options, draft, gamma, draft_model)
     sampling = Sampling(temperature, top_p, seed)
-    with open_engine(model, options, chosen, profile, output, warm) as engine:
+    with open_engine(model, options, chosen, profile, output, warm, assume_profile) as engine:
         if replay is not None:
             values = _replayed(engine, replay, request, tokens)
             return output.finish(values, lambda console: _show(console, "", values))

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from foreload.cli.engine_options import (
+    AssumeProfileFlag,
     CalibrationFlag,
     ContextFlag,
     DeviceFlag,
@@ -56,6 +57,7 @@ def serve(
     gamma: GammaFlag = None,
     draft_model: DraftModelFlag = None,
     profile: ProfileFlag = None,
+    assume_profile: AssumeProfileFlag = False,
     warm: WarmFlag = None,
     device: DeviceFlag = "auto",
     dtype: DtypeFlag = None,
@@ -92,7 +94,10 @@ def serve(
     )
     chosen = engine_options(device, dtype, vram, link, context, calibration, shadow, eager)
     wanted = chosen_settings(settings, None, chosen, draft, gamma, draft_model)
-    with listening(options) as bound, open_engine(model, chosen, wanted, profile, output, warm) as engine:
+    with (
+        listening(options) as bound,
+        open_engine(model, chosen, wanted, profile, output, warm, assume_profile) as engine,
+    ):
         name = engine.checkpoint.name
 
         def started(url: str) -> None:

@@ -25,6 +25,7 @@ from foreload.cli.output import JsonFlag, Output
 from foreload.cli.presets import PresetFlag
 from foreload.cli.tune_show import show_forecast, show_result
 from foreload.errors import FileError, MismatchError, UsageError
+from foreload.machine import machine_name
 from foreload.quality import QualityReport
 from foreload.units import parse_bytes
 
@@ -60,6 +61,9 @@ def tune(
         Path | None, typer.Option("--settings", metavar="FILE", help="The default to beat. Default: the defaults.")
     ] = None,
     preset: PresetFlag = None,
+    assume_profile: Annotated[
+        bool, typer.Option("--assume-profile", help="Take a profile that another version measured.")
+    ] = False,
     warm: WarmIn = None,
     robust: Annotated[
         Literal["mean", "worst"],
@@ -107,7 +111,10 @@ def tune(
     output = Output(as_json)
     if out is None and not dry_run:
         raise UsageError("Missing option '--out': the settings file to write, or --dry-run")
-    inputs = what_if(load_inputs(profile, trace[0], output), link, cpu_scale, machine)
+    loaded = load_inputs(profile, trace[0], output)
+    if not assume_profile:
+        loaded.profile.check_version()
+    inputs = what_if(loaded, link, cpu_scale, machine)
     traces = [inputs.trace, *_more_traces(inputs, trace[1:])]
     longest = context or max(int(one.position.max(initial=0)) for one in traces) + 1
     vram = inputs.vram if vram is None and slots is None else vram
@@ -145,6 +152,7 @@ def _provenance(inputs: Inputs) -> dict[str, Any]:
         "source": "simulated",
         "model": inputs.trace.meta.model,
         "machine": meta.machine,
+        "this_machine": meta.machine == machine_name(),
         "device": meta.device,
         "emulated_link_bytes_per_s": meta.emulated_link_bytes_per_s,
     }

@@ -30,6 +30,7 @@ def show_result(console: Console, values: dict[str, Any], result: TuneResult) ->
             f"{values['model']} on {values['device']}: {verdict}",
             {
                 "machine": values["machine"] + link_text(values["emulated_link_bytes_per_s"]),
+                **({} if values["this_machine"] else {"settings for": "that machine, which is not this one"}),
                 "budget": f"{result.slots} expert slots, staging included",
                 **several,
                 "best": result.best.settings.describe(),

@@ -12,7 +12,7 @@ from foreload.backend.policy import copies, step
 from foreload.backend.policy.rules import Rules
 from foreload.backend.policy.split import SplitCosts
 from foreload.backend.policy.state import KEPT, N_IN_FLIGHT, N_QUEUED, PolicyState
-from foreload.compiled import drop_stale_caches, uncounted
+from foreload.compiled import drop_stale_caches, inlined, uncounted
 from foreload.simulator.compiled import host
 from foreload.simulator.compiled import machine as mach
 from foreload.simulator.compiled.host import Blocks, Steps
@@ -108,7 +108,7 @@ def _tell(p: PolicyState, rules: Rules, split: SplitCosts, steps: Steps, at: int
     return True
 
 
-@uncounted
+@inlined
 def _enter(m: Machine, r: Rates, b: Blocks, g: Graphs, steps: Steps, at: int, layer: int, depth: int) -> None:
     """Launch what enters a layer or, behind the last one, ends the step."""
     layers, fed = steps.demand.shape[1], steps.fed[at]
@@ -120,7 +120,7 @@ def _enter(m: Machine, r: Rates, b: Blocks, g: Graphs, steps: Steps, at: int, la
     mach.launch(m, r, ATTENTION, host_ns, max(1, steps.attention[at, 1] + extra), 0, -1)
 
 
-@uncounted
+@inlined
 def _issue(m: Machine, r: Rates, g: Graphs, p: PolicyState) -> None:
     """Issue what the window admits, on the host's time."""
     if p.scalars[N_QUEUED] and p.scalars[N_IN_FLIGHT] < copies.WINDOW:
@@ -128,7 +128,7 @@ def _issue(m: Machine, r: Rates, g: Graphs, p: PolicyState) -> None:
         spend(m, PLAN, mach.pump(m, r, p) * g.issue_ns)
 
 
-@uncounted
+@inlined
 def _layer(
     m: Machine,
     r: Rates,
@@ -170,7 +170,7 @@ def _layer(
     return on_cpu
 
 
-@uncounted
+@inlined
 def _run(
     m: Machine,
     r: Rates,

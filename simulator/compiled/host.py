@@ -12,7 +12,7 @@ from foreload.backend.policy import copies, step
 from foreload.backend.policy.rules import Rules
 from foreload.backend.policy.split import SplitCosts
 from foreload.backend.policy.state import N_IN_FLIGHT, N_QUEUED, PolicyState
-from foreload.compiled import drop_stale_caches, uncounted
+from foreload.compiled import drop_stale_caches, inlined, uncounted
 from foreload.simulator.compiled import machine as mach
 from foreload.simulator.compiled.machine import (
     ASYNCHRONOUS,
@@ -120,14 +120,14 @@ def catch_up(m: Machine, r: Rates, p: PolicyState) -> None:
         run_until_host(m, r, p)
 
 
-@uncounted
+@inlined
 def settle(m: Machine, r: Rates, p: PolicyState) -> None:
     """The same, if any is at work."""
     if m.at[N_ISSUED] or m.job[CPU, mach.ACTIVE]:
         catch_up(m, r, p)
 
 
-@uncounted
+@inlined
 def pump(m: Machine, r: Rates, p: PolicyState) -> None:
     """Wake the copy thread, if anything is queued."""
     if p.scalars[N_QUEUED]:
@@ -135,7 +135,7 @@ def pump(m: Machine, r: Rates, p: PolicyState) -> None:
         mach.pump(m, r, p)
 
 
-@uncounted
+@inlined
 def landed(m: Machine, r: Rates, p: PolicyState, key: int) -> None:
     """The host waits until the copy of `key` has arrived."""
     m.at[HOST_KEY] = key
@@ -156,7 +156,7 @@ def drain_link(m: Machine, r: Rates, p: PolicyState) -> None:
 # Running.
 
 
-@uncounted
+@inlined
 def block(m: Machine, r: Rates, kind: int, cost: NDArray[np.int64]) -> None:
     """Run or launch a block that nothing slows down."""
     if m.at[ASYNCHRONOUS]:
@@ -165,7 +165,7 @@ def block(m: Machine, r: Rates, kind: int, cost: NDArray[np.int64]) -> None:
         spend(m, kind, cost[0])
 
 
-@uncounted
+@inlined
 def experts_gpu(m: Machine, r: Rates, b: Blocks, p: PolicyState, count: int, tokens: int) -> None:
     """Run or launch resident experts, slower beside CPU experts."""
     m.seen[mach.SEEN_GPU, count, tokens] = True
@@ -182,7 +182,7 @@ def experts_gpu(m: Machine, r: Rates, b: Blocks, p: PolicyState, count: int, tok
     spend(m, EXPERTS_GPU, work_ns)
 
 
-@uncounted
+@inlined
 def sync(m: Machine, r: Rates, p: PolicyState) -> None:
     """Wait for the GPU; time in which it waited for a copy is the link's."""
     if not m.at[ASYNCHRONOUS]:
@@ -231,7 +231,7 @@ def copied(
                 _came(m, r, b, p, key, counts[i] if window else 0)
 
 
-@uncounted
+@inlined
 def _came(m: Machine, r: Rates, b: Blocks, p: PolicyState, key: int, tokens: int) -> None:
     """Wait for a copy in the link, as far as the host must, and run or launch its expert."""
     if m.at[ASYNCHRONOUS]:
@@ -293,7 +293,7 @@ def decode(
         step_ns[at] = m.at[HOST] - begun
 
 
-@uncounted
+@inlined
 def demanded(steps: Steps, at: int, layer: int) -> int:
     """How many experts a layer-step demands."""
     distinct = 0
@@ -302,7 +302,7 @@ def demanded(steps: Steps, at: int, layer: int) -> int:
     return distinct
 
 
-@uncounted
+@inlined
 def slowed(m: Machine, b: Blocks, after_cpu: bool) -> None:
     """The host's blocks take longer for what it waited and for the copies that landed since."""
     us = min(b.cold.shape[1] - 1, m.at[IDLE] // 1000)
@@ -337,7 +337,7 @@ def _routed(
     block(m, r, PLAN, b.plan[fed])
 
 
-@uncounted
+@inlined
 def _finish(
     m: Machine, r: Rates, p: PolicyState, rules: Rules, split: SplitCosts, steps: Steps, at: int, opened: int
 ) -> None:
@@ -347,7 +347,7 @@ def _finish(
     pump(m, r, p)
 
 
-@uncounted
+@inlined
 def _close(
     m: Machine, r: Rates, p: PolicyState, rules: Rules, split: SplitCosts, steps: Steps, at: int, opened: int
 ) -> None:
@@ -361,7 +361,7 @@ def _close(
     step.finish(p, rules, opened, steps.demand[at, opened, :distinct], m.action[opened & 1, :distinct], split)
 
 
-@uncounted
+@inlined
 def await_landings(m: Machine, r: Rates, p: PolicyState) -> bool:
     """Wait for what is coming to the open layer-step; whether there was anything to wait for."""
     late = False
@@ -374,7 +374,7 @@ def await_landings(m: Machine, r: Rates, p: PolicyState) -> bool:
     return late
 
 
-@uncounted
+@inlined
 def sort_out(
     m: Machine,
     p: PolicyState,
@@ -401,7 +401,7 @@ def sort_out(
     return on_cpu, cpu_tokens, hits, hit_tokens
 
 
-@uncounted
+@inlined
 def await_cpu(m: Machine, r: Rates, p: PolicyState) -> None:
     """Wait for the CPU's experts, if it still has any."""
     if m.job[CPU, mach.ACTIVE]:
@@ -409,7 +409,7 @@ def await_cpu(m: Machine, r: Rates, p: PolicyState) -> None:
         waited(m, WAIT_CPU)
 
 
-@uncounted
+@inlined
 def _layer_experts(
     m: Machine,
     r: Rates,

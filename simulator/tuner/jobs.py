@@ -50,6 +50,7 @@ class Context:
     shape: ModelShape = field(repr=False)
     dtype: str
     warm: NDArray[np.int64] | None = field(repr=False)
+    replayed: bool  # whether routing is replayed, see `CostModel`
     key: str
 
     @classmethod
@@ -60,6 +61,7 @@ class Context:
         shape: ModelShape,
         dtype: str,
         warm: NDArray[np.int64] | None = None,
+        replayed: bool = False,
     ) -> Context:
         """With its key."""
         found = hashlib.sha256()
@@ -69,9 +71,9 @@ class Context:
             for column in (*columns, *(trace.predictions[key] for key in sorted(trace.predictions))):
                 found.update(np.ascontiguousarray(column).tobytes())
         found.update(profile.model_dump_json().encode() + _code())
-        found.update(f"{shape.hash} {dtype}".encode())
+        found.update(f"{shape.hash} {dtype} {replayed}".encode())
         found.update(b"" if warm is None else np.ascontiguousarray(warm, np.int64).tobytes())
-        return cls(tuple(traces), profile, shape, dtype, warm, found.hexdigest())
+        return cls(tuple(traces), profile, shape, dtype, warm, replayed, found.hexdigest())
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Context) and self.key == other.key
@@ -179,7 +181,8 @@ class Bench:
         """The cost model of the profiled machine, changed as asked."""
         if machine not in self._costs:
             context = self._context
-            self._costs[machine] = CostModel(on_machine(context.profile, machine), context.shape, context.dtype)
+            profile = on_machine(context.profile, machine)
+            self._costs[machine] = CostModel(profile, context.shape, context.dtype, replayed=context.replayed)
         return self._costs[machine]
 
     def requests(self, settings: Settings, chosen: Chosen, steps: int | None) -> list[list[Request]]:

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from foreload.assets import ASSETS
 from foreload.cli import main
 from foreload.machine import machine_name, software
+from foreload.profiler.schema import HardwareProfile
 from foreload.shape import ModelShape
 
 pytestmark = pytest.mark.integration
@@ -54,6 +56,33 @@ def test_another_version(files: Callable[..., list[str]], capsys: Any) -> None:
     version = software()["foreload"]
     text = refused(capsys, "validate", "mini", *files(software={"foreload": "0.0.9"}))
     assert f"measured by Foreload 0.0.9, this is {version}" in text
+
+
+@pytest.mark.parametrize("command", [("run", "mini", "--prompt", "x", "--tokens", "2"), ("serve", "mini")])
+def test_what_another_machine_measured_decides_nothing(tmp_path: Path, command: tuple[str, ...], capsys: Any) -> None:
+    bundled = HardwareProfile.load(ASSETS / "dashboard" / "profile-cpu.json")
+    meta = bundled.meta.model_copy(update={"machine": "a 486"})
+    bundled.model_copy(update={"meta": meta}).save(tmp_path / "p.json")
+    flags = [*command, "--profile", str(tmp_path / "p.json"), "--device", "cpu"]
+    text = refused(capsys, *flags)
+    assert f"measured on 'a 486', this machine is {machine_name()!r} (--assume-profile" in text
+    if command[0] == "run":
+        assert main([*flags, "--assume-profile"]) == 0
+        assert "what is decided by it is assumed" in capsys.readouterr().err
+        text = refused(capsys, *command, "--assume-profile")
+        assert "--assume-profile goes with --profile" in text
+
+
+def test_tuning_for_another_machine(files: Callable[..., list[str]], tmp_path: Path, capsys: Any) -> None:
+    """It is allowed, and said; what another version measured is not, unless it is asked for."""
+    flags = ("--slots", "14", "--no-study", "--out", str(tmp_path / "s.json"))
+    assert main(["tune", *files(machine="a 486"), *flags]) == 0
+    assert "that machine, which is not this one" in capsys.readouterr().out
+    assert main(["tune", *files(), *flags]) == 0
+    assert "not this one" not in capsys.readouterr().out
+    old = files(software={"foreload": "0.0.9"})
+    assert "measured by Foreload 0.0.9, this is" in refused(capsys, "tune", *old, *flags)
+    assert main(["tune", *old, *flags, "--assume-profile", "--dry-run"]) == 0
 
 
 def test_the_recording_of_another_model(files: Callable[..., list[str]], capsys: Any) -> None:

@@ -135,6 +135,12 @@ def test_a_profile_of_another_machine_or_version(make_profile: Any) -> None:
     assert machine_name() in str(caught.value)
     with pytest.raises(MismatchError, match=r"measured by Foreload 0\.0\.9, this is"):
         make_profile(machine=machine_name(), software={"foreload": "0.0.9"}).check_here()
+    here = make_profile(machine=machine_name(), software={})
+    here.check_here(here.meta.device, here.meta.device_name)
+    with pytest.raises(MismatchError, match="measured on device 'cpu', this run uses 'cuda'"):
+        here.check_here("cuda")
+    with pytest.raises(MismatchError, match=f"measured on GPU '{here.meta.device_name}', this one is 'Voodoo 2'"):
+        here.check_here(None, "Voodoo 2")
 
 
 @pytest.mark.integration

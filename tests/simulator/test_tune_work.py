@@ -10,12 +10,13 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from sim_inputs import make_profile, make_shape, make_trace
+from sim_inputs import make_graph_profile, make_profile, make_shape, make_trace
 
 from foreload.errors import BudgetError, FileError, MismatchError, UsageError
 from foreload.profiler.schema import HardwareProfile, Measurement
 from foreload.settings import Settings
 from foreload.simulator.candidates import Change, Space
+from foreload.simulator.compiled import simulate
 from foreload.simulator.costs import CostModel
 from foreload.simulator.tune import TuneResult, prepare, split_requests, tune
 from foreload.simulator.tuner import search as searching
@@ -57,6 +58,18 @@ def shown(result: TuneResult) -> str:
 def test_processes_change_nothing(trace: Trace, profile: HardwareProfile, alone: TuneResult) -> None:
     found = tune(trace, profile, SHAPE, "float32", slots=SLOTS, jobs=2)
     assert shown(found) == shown(alone)
+
+
+def test_tuned_for_an_engine_that_replays() -> None:
+    """Benchmarks replay recordings, which takes graphs some time; a user's own model routes by itself."""
+    shape, graphs = SHAPE, make_graph_profile(SHAPE)
+    recording = make_trace(shape, requests=2, prompt=3, tokens=6, seed=3, depths=0)
+    live, replayed = (tune(recording, graphs, shape, "float32", slots=SLOTS, replayed=on) for on in (False, True))
+    for found, costs in ((live, CostModel(graphs, shape)), (replayed, CostModel(graphs, shape).replaying())):
+        one = found.default
+        simulated = simulate(recording, costs, shape, one.settings, one.settings.slots_per_layer or (), found.select)
+        assert one.tpot_ns == simulated.tpot_ns
+    assert replayed.default.tpot_ns > live.default.tpot_ns
 
 
 @pytest.fixture
