@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -52,6 +53,9 @@ from foreload.units import format_bytes
 CostsFor = Callable[[Settings], SplitCosts]
 __all__ = ["CostsFor", "Engine", "EngineOptions", "available_bytes"]
 
+SPARE_CORES = 3
+"""So many cores beside the decoding thread's, and it stays on its own."""
+
 
 class Engine:
     """One model, one device, one request at a time. Close it, or use it as a context manager."""
@@ -93,8 +97,7 @@ class Engine:
         workshop = Workshop(checkpoint, options.calibration)
         workshop.check(settings)
         self.tokenizer = checkpoint.tokenizer()
-        if options.device == "cpu":
-            torch.set_num_threads(1)
+        torch.set_num_threads(1)  # an operator that wakes torch's own would take the CPU experts' cores
         compile_policies()
         self._costs = costs
         self._warm = warm
@@ -391,10 +394,11 @@ class Engine:
             return self.forward.score(token_ids, lens, logits)
 
     def place_helpers(self) -> None:
-        """Keep the copy thread and the CPU experts off the calling thread's core."""
-        cores = other_cores()
-        place_threads(self.copies.threads, cores)
-        self.cpu.place(cores)
+        """Keep the copy thread and the CPU experts off the calling thread's core, on which it decodes."""
+        others = other_cores()
+        place_threads(self.copies.threads, others)
+        self.cpu.place(others)
+        [self.forward.home] = (os.sched_getaffinity(0) - others) if len(others) >= SPARE_CORES else {-1}
 
     def check_request(self, prompt_ids: list[int], max_tokens: int) -> None:
         """UsageError if the request cannot be generated, whatever the settings are."""

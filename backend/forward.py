@@ -34,6 +34,9 @@ LOGIT_ROWS = 32  # so that scoring a prompt of a large vocabulary takes little d
 class Forward:
     """Runs a decoder over tokens of one sequence. Used by one thread; `look_ahead` follows the settings."""
 
+    home = -1
+    """The core on which the calling thread decodes, where it may stay on one: no worker's is taken then; -1: any."""
+
     def __init__(
         self,
         decoder: Decoder,

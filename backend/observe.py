@@ -74,6 +74,11 @@ class Marks:
         self.spans.append((kind, layer, expert, self.since_ns, now))
         self.since_ns = now
 
+    def add(self, kind: str, layer: int, begun: int, done: int) -> None:
+        """Record a span that was measured elsewhere; the next one begins behind it."""
+        self.spans.append((kind, layer, -1, begun, done))
+        self.since_ns = done
+
 
 class NoMarks(Marks):
     """Records nothing."""
@@ -82,4 +87,7 @@ class NoMarks(Marks):
         """Nothing."""
 
     def mark(self, kind: str, layer: int = -1, expert: int = -1) -> None:
+        """Nothing."""
+
+    def add(self, kind: str, layer: int, begun: int, done: int) -> None:
         """Nothing."""

@@ -12,7 +12,7 @@ from foreload.backend.observe import Marks, NoMarks
 from foreload.backend.policy.state import AHEAD, DEMAND, PREFETCH
 from foreload.traces.timings import Span, span_name
 
-_KINDS = {"submit": "plan", "wait_cpu": "wait"}
+_KINDS = {"submit": "plan", "issue": "plan", "wait_cpu": "wait"}
 _TRACKS = {"experts_gpu": "gpu"}
 
 

@@ -70,7 +70,7 @@ def measure_rates(engine: Engine) -> Rates:
         for n in _counts(k):
             engine.cpu.spans = []
             for at in range(4):
-                copied += bench.copy_times(at % layers, absent, list(range(n)))
+                copied += bench.copy_times(at % layers, absent, list(range(engine.shape.experts)), n)
             company = [done - begun for _, _, begun, done in engine.cpu.spans]  # none where copies were over first
             beside[n] = round(median(company or [alone[n]]))
     finally:

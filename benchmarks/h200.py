@@ -63,6 +63,8 @@ SHARED: dict[str, Shared] = {
     "spac": spac_h200.on_engine,
     "whatif": whatif_h200.on_engine,
 }
+SIMULATED = {"validate", "tuned", "union", "spac", "whatif"}
+"""Parts that simulate."""
 
 
 def kernels(given: argparse.Namespace, left_s: float) -> dict[str, Any]:
@@ -162,8 +164,8 @@ def main(args: Sequence[str] | None = None, checkpoint: Checkpoint | None = None
         "software": software(),
     }
     bench, chosen = Bench(given, checkpoint), parts(given.parts)
-    shared = given.device == "cuda" and any(name in SHARED for name, _ in chosen)
-    compiling = in_background() if shared else None
+    simulated = given.device == "cuda" and any(name in SIMULATED for name, _ in chosen)
+    compiling = in_background() if simulated else None
     for name, seconds in chosen:
         if name in SHARED and "opened_s" not in found:
             begun = time.monotonic()

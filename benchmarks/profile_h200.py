@@ -115,8 +115,8 @@ def _cpu(bench: GraphBench, costs: CostModel, threads: int, seconds: float) -> I
     bench.engine.cpu.resize(threads)
     gaps = list[float]()
     for turn in in_time(1000, seconds):
-        absent = bench.pick(stage.absent, min(2 * k, len(stage.absent)), turn)
-        gaps += bench.copy_times(turn % layers, absent[:k], absent[-min(k, threads) :], submissions=3)
+        mine = bench.pick(stage.absent, min(k, len(stage.absent)), turn)
+        gaps += bench.copy_times(turn % layers, mine, stage.absent, min(k, threads), submissions=3)
     bench.engine.cpu.resize(0)
     yield case(f"a copy beside CPU experts {said}", costs.copy_ns * SCALE / costs.copy_rate(threads), gaps)
 

@@ -31,6 +31,12 @@ def inlined(function: F) -> F:
     return compiled
 
 
+def unlocked(function: F) -> F:
+    """The same for what Python calls and does not wait for: Python's lock is let go while it runs."""
+    compiled: F = cast(Any, njit)(cache=True, nogil=True, _nrt=False)(function)
+    return compiled
+
+
 def drop_stale_caches(folder: Path, *called: Path) -> None:
     """Delete numba's caches in `folder` that are older than a source there or in the `called` folders."""
     sources = [source for place in (folder, *called) for source in place.glob("*.py")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 
 import numpy as np
 import torch
@@ -141,10 +141,13 @@ class Bench:
         """`count` of `experts`, others at every turn."""
         return [experts[(turn * count + i) % len(experts)] for i in range(count)]
 
-    def copy_times(self, layer: int, experts: list[int], beside: list[int], submissions: int = 1) -> list[float]:
+    def copy_times(
+        self, layer: int, experts: list[int], beside: list[int], at_once: int | None = None, submissions: int = 1
+    ) -> list[float]:
         """Fetch `experts` while the CPU computes `beside` over and over; microseconds of each copy after the first.
 
-        So many `submissions` are made before each wait, for the CPU not to wait for Python.
+        `at_once` of them (default: all), others each time, since those computed last are in the caches. So many
+        `submissions` are made before each wait, for the CPU not to wait for Python.
 
         Back-to-back copies are told apart by their arrivals, so the rate is the link's, not the waiting thread's.
         """
@@ -156,10 +159,11 @@ class Bench:
             brain.begin(layer, ids, np.ones(len(ids), np.int32))
             copies.lock.notify_all()
         if beside:
-            x, rows = self.hidden().cpu(), [np.zeros(1, np.int64)] * len(beside)
+            n = at_once or len(beside)
+            x, rows, turns = self.hidden().cpu(), [np.zeros(1, np.int64)] * n, count()
             while brain.in_flight() or brain.can_issue():
                 for _ in range(submissions):
-                    self.engine.cpu.submit(layer, beside, x, rows)
+                    self.engine.cpu.submit(layer, self.pick(beside, n, next(turns)), x, rows)
                 self.engine.cpu.join()
         copies.wait_landed(keys)
         with copies.lock:

@@ -127,7 +127,7 @@ def _grouped(bench: Bench, scratch: ScratchExperts, pool: SlotPool, ops: Ops) ->
         for turn in range(len(pool) // count):
             entries = [(pool.slot(turn * count + n).data_ptr(), n, 1, 0) for n in range(count)]
             plan = torch.tensor(entries + [(0, 0, 0, 0)] * (k - count), dtype=torch.int64, device=x.device)
-            plans.append(base.with_plan(plan, base.listed, base.plan_mirror))
+            plans.append(base.with_plan(plan))
         return lambda i: ops.experts(layout, k, x, plans[i % len(plans)])
 
     return block

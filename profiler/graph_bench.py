@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from foreload.backend.cuda.forward import FastForward, Guesses, Steer
+from foreload.backend.cuda.forward import FastForward, Steer
+from foreload.backend.cuda.steps import choose
 from foreload.backend.engine import Engine
 from foreload.backend.experts.transfer import CopySpan
 from foreload.backend.observe import Marks, NoMarks
@@ -55,7 +56,6 @@ class LayerTimes:
     host: dict[str, float] = field(default_factory=dict)
     told_ns: int = 0  # the host knows the routing, and predictions if there are any
     planned_ns: int = 0  # the host begins to launch
-    chosen_us: float = 0.0  # what choosing the demand took, which is taken off the host's blocks
     copies: list[CopySpan] = field(default_factory=list)  # demanded here, in the order of landing
 
 
@@ -93,7 +93,6 @@ class GraphBench(Bench):
         if not isinstance(engine.forward, FastForward):
             raise InternalError("the engine launches no graphs")
         self.forward = engine.forward
-        self.mark_us = _mark_us()
         self._sampler = Sampler(Sampling())
 
     def close(self) -> None:
@@ -125,19 +124,11 @@ class GraphBench(Bench):
         With `slots` [layers, experts] it is one launch. Copies are given where they are recorded (`copies.spans`).
         """
         rows, k = len(asked[0].experts), self.shape.top_k
-        demands = [demand_at(one.experts, k) for one in asked]
-
-        last, chosen_us = self.shape.n_moe_layers - 1, [0.0] * self.shape.n_moe_layers
-
-        def choose(at: int, told: Demand, predicted: Guesses) -> tuple[Demand, Guesses]:
-            since = time.perf_counter_ns()
-            while asked[at].wait_us and time.perf_counter_ns() < since + 1000 * asked[at].wait_us:
-                pass
-            prefetch = [np.asarray(experts, np.int32) for experts in asked[at].prefetch[: last - at]]
-            chosen_us[at] = (time.perf_counter_ns() - since) / 1e3
-            return demands[at], prefetch
-
-        self.forward.steer, self.forward.marks = Steer(choose, slots), Marks()
+        layers = range(self.shape.n_moe_layers)
+        demands = [demand_at(asked[at].experts, k) for at in layers]
+        prefetches = [asked[at].prefetch[: layers[-1] - at] for at in layers]
+        chosen = choose(self.shape, demands, prefetches, [asked[at].wait_us for at in layers])
+        self.forward.steer, self.forward.marks = Steer(chosen, slots), Marks()
         position = max(0, min(context, self.decoder.context_tokens) - rows)
         with torch.inference_mode():
             begun = time.perf_counter_ns()
@@ -146,18 +137,17 @@ class GraphBench(Bench):
             judge(self._sampler, logits, Proposal([0] * (rows - 1)))
             done = time.perf_counter_ns()
         marks, self.forward.marks = self.forward.marks, NoMarks()
-        return self._times(marks, chosen_us, begun, decoded, done)
+        return self._times(marks, begun, decoded, done)
 
-    def _times(self, marks: Marks, chosen_us: list[float], begun: int, decoded: int, done: int) -> StepTimes:
-        layers = [LayerTimes(chosen_us=us) for us in chosen_us]
+    def _times(self, marks: Marks, begun: int, decoded: int, done: int) -> StepTimes:
+        layers = [LayerTimes() for _ in range(self.shape.n_moe_layers)]
         launched = begun
         for kind, layer, _, since, until in marks.spans:
             if layer < 0:
                 launched = until if kind == "embed" else launched
                 continue
             of = layers[layer]
-            other = self.mark_us + (of.chosen_us if kind == "plan" else 0.0)
-            of.host[kind] = of.host.get(kind, 0.0) + max(0.0, (until - since) / 1e3 - other)
+            of.host[kind] = of.host.get(kind, 0.0) + (until - since) / 1e3
             if kind in ("route", "predict"):
                 of.told_ns = until
             elif kind == "plan":
@@ -178,12 +168,3 @@ class GraphBench(Bench):
         """Slots [layers, experts] for a step of one launch: those of the residents, as often as there are experts."""
         held = self.engine.brain.state.slot[:, stage.resident]
         return np.ascontiguousarray(np.resize(held.T, (self.shape.experts, self.shape.n_moe_layers)).T)
-
-
-def _mark_us(repeats: int = 2000) -> float:
-    """What a mark takes, which the span after it holds."""
-    marks = Marks()
-    begun = time.perf_counter_ns()
-    for _ in range(repeats):
-        marks.mark("plan", 0)
-    return (time.perf_counter_ns() - begun) / repeats / 1e3

@@ -18,7 +18,7 @@ REST_US = SPIN_US + SPIN_US // 2
 
 def computed_us(times: LayerTimes) -> float:
     """From handing experts over until the last is done."""
-    return sum(times.host.get(kind, 0.0) for kind in ("submit", "experts_gpu", "wait_cpu"))
+    return sum(times.host.get(kind, 0.0) for kind in ("submit", "issue", "experts_gpu", "wait_cpu"))
 
 
 def cpu_experts(bench: GraphBench, effort: Effort) -> Iterator[Measurement]:
@@ -95,7 +95,7 @@ def _beside_copies(bench: GraphBench, effort: Effort, threads: int) -> Iterator[
     bench.engine.cpu.resize(threads)
     copies: list[float] = []
     for turn in in_time(effort.rounds, effort.seconds):
-        absent = bench.pick(stage.absent, min(2 * k, len(stage.absent)), turn)
-        copies += bench.copy_times(turn % layers, absent[:k], absent[-min(k, threads) :], submissions=3)
+        mine = bench.pick(stage.absent, min(k, len(stage.absent)), turn)
+        copies += bench.copy_times(turn % layers, mine, stage.absent, min(k, threads), submissions=3)
     bench.engine.cpu.resize(0)
     yield summarise("copy_beside_cpu", copies, threads=threads)

@@ -36,6 +36,7 @@ def enter_us(
     """Samples of entering the first layer alone, and of each further one but the last `skip`."""
     layers = max(1, bench.shape.n_moe_layers - skip)
     one, each = list[float](), list[float]()
+    bench.entering_us(1, rows, context)  # what is captured first is not counted in the time there is
     for turn in in_time(effort.rounds, effort.seconds):
         first, whole = bench.entering_us(1, rows, context), bench.entering_us(layers, rows, context)
         if turn:  # the first time warms up
@@ -59,18 +60,17 @@ def entering(bench: GraphBench, effort: Effort, basis: Basis) -> Iterator[Measur
 
 
 def _launch_us(bench: GraphBench, effort: Effort) -> list[float]:
-    """What launching two graphs in one call takes the host, halved."""
+    """What launching a graph takes the host."""
     k = bench.shape.top_k
     asked = [Asked.of(range(k))] * bench.shape.n_moe_layers
     steps = [bench.step(asked) for _ in in_time(effort.rounds, effort.seconds)]
-    return [times.host["experts_gpu"] / 2 for step in steps[1:] for times in step.layers]
+    return [times.host["experts_gpu"] for step in steps[1:] for times in step.layers]
 
 
 def resident(bench: GraphBench, effort: Effort, basis: Basis) -> Iterator[Measurement]:
     """The host's blocks and the experts of steps that miss nothing, by how many there are; the step's ends."""
     stage, k, layers = bench.stage("fetch"), bench.shape.top_k, bench.shape.n_moe_layers
     experts: dict[int, list[float]] = {count: [] for count in range(1, k + 1)}
-    launch: dict[int, list[float]] = {count: [] for count in experts}
     steps: list[tuple[int, StepTimes]] = []
     for turn in in_time(effort.rounds * k, effort.seconds * 2):
         counts = [1 + (turn + layer) % k for layer in range(layers)]
@@ -80,10 +80,9 @@ def resident(bench: GraphBench, effort: Effort, basis: Basis) -> Iterator[Measur
         steps.append((counts[-1], step))
         for layer, count in enumerate(counts[:-1]):
             experts[count].append(max(0.0, step.turn_us(layer) - basis.latency_us - basis.enter_us))
-            launch[count].append(step.layers[layer].host["experts_gpu"] / 2)
     for count, samples in experts.items():
         if samples:
-            yield summarise_device("experts_gpu", launch[count], samples, experts=count)
+            yield summarise_device("experts_gpu", [0.0], samples, experts=count)
     every = [times for _, step in steps for times in step.layers]
     yield summarise("plan", [times.host["plan"] for times in every], copies=0)
     yield summarise("finish", [times.host["finish"] for times in every])
@@ -209,13 +208,10 @@ def _of_copies(bench: GraphBench, missed: dict[int, list[LayerTimes]]) -> Iterat
     pinned = int(bench.engine.slab.pinned)
     yield summarise("copy", gaps, bytes=bench.engine.expert_bytes, pinned=pinned)
     yield summarise("copy_start", [max(0.0, us - median(gaps)) for us in firsts])
-    issued = [min(copy.issued_ns for copy in times.copies) for times in every]
-    queued = [(at - t.told_ns) / 1e3 - t.chosen_us for at, t in zip(issued, every, strict=True)]
-    yield summarise("queue", [max(0.0, us) for us in queued])
     none = missed[0]
-    plan = median(times.host["plan"] for times in none)
-    two = [times.host["plan"] for count, found in missed.items() if count > 1 for times in found] or [plan]
-    yield summarise("issue", [max(0.0, us - plan) / 2 for us in two])
+    idle = median(times.host["issue"] for times in none)
+    two = [times.host["issue"] for count, found in missed.items() if count > 1 for times in found] or [idle]
+    yield summarise("issue", [max(0.0, us - idle) / 2 for us in two])
     launch = median(times.host["experts_gpu"] for times in none)
     few = [(times.host["experts_gpu"] - launch) / count for count in (1, 2) for times in missed.get(count, [])]
     yield summarise("late", [max(0.0, us) for us in few])

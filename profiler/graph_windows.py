@@ -29,7 +29,6 @@ def resident_windows(bench: GraphBench, effort: Effort) -> Iterator[Measurement]
         yield summarise_device("window_attention", [0.0], each, tokens=rows)
         enter, latency = median(each), max(0.0, median(one) - median(each))
         groups: dict[tuple[int, int], list[float]] = {}
-        launch: list[float] = []
         steps: list[StepTimes] = []
         for asked in _groups(bench, stage.resident, rows):
             for turn in in_time(effort.rounds, effort.seconds / 4):
@@ -37,13 +36,12 @@ def resident_windows(bench: GraphBench, effort: Effort) -> Iterator[Measurement]
                 if not turn:
                     continue
                 steps.append(step)
-                launch += [times.host["experts_gpu"] / 2 for times in step.layers]
                 group = len(np.unique(asked)), asked.size
                 turns = [step.turn_us(layer) - latency - enter for layer in range(layers - 1)]
                 groups.setdefault(group, []).extend(max(0.0, us) for us in turns)
         for (experts, tokens), samples in sorted(groups.items()):
             if rows > 1 and samples:
-                yield summarise_device("window_experts_gpu", launch, samples, experts=experts, tokens=tokens)
+                yield summarise_device("window_experts_gpu", [0.0], samples, experts=experts, tokens=tokens)
         yield from _host_blocks(steps, rows, latency, median(groups[max(groups)] or [0.0]))
         slots = bench.anywhere(stage)
         whole = [

@@ -53,9 +53,8 @@ and after_wait at other waits than measured, and these are other or more; the ot
     speculated      context                   entering a layer that executes predictions and predicts the next one's
     enter_cpu                                 what entering takes longer where the CPU may compute experts
     replayed                                  what it takes longer where routing comes from a recording
-    experts_gpu     experts                   resident experts in one launch
-    plan            copies                    from being told to launching, without copies (0)
-    queue                                     from being told to issuing the first copy
+    experts_gpu     experts                   resident experts, from their plan on
+    plan            copies                    from being told until the device may run residents, without copies (0)
     issue                                     issuing one copy on the decoding thread
     late                                      launching one expert behind its copy
     finish                                    brain.finish, and issuing what it queued
@@ -66,7 +65,7 @@ and after_wait at other waits than measured, and these are other or more; the ot
     wait                                      from a landing to the start of what waits for it
     gpu_beside_copy copies                    entering and k resident experts, without copies (0), beside some (1)
     submit                                    handing experts to the CPU
-    upload                                    bringing their outputs to where the device reads them
+    upload                                    launching what follows them
     cpu_asleep      threads, idle_us          what CPU experts take longer after so long a rest
     window_whole    tokens                    a step of one launch over so many tokens
 

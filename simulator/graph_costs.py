@@ -17,11 +17,10 @@ from foreload.simulator.costs import SCALE, Cost, CostModel, worst
 class HostCosts:
     """Nanoseconds of the decoding thread that do not go by the step."""
 
-    tail_ns: int  # of planning, after the first copy is issued
     issue_ns: int  # each copy issued
     late_ns: int  # launching an expert behind its copy
     submit_ns: int  # handing experts to the CPU, and
-    upload_ns: int  # their outputs to the device
+    upload_ns: int  # launching what follows them
 
 
 class GraphCosts:
@@ -31,8 +30,7 @@ class GraphCosts:
         self._costs, self._settings = costs, settings
         self.on_cpu = settings.miss_action != "fetch"
         cpu = [costs.cost(probe).host_ns if self.on_cpu else 0 for probe in ("submit", "upload")]
-        tail = max(0, costs.plan.host_ns - costs.cost("queue").host_ns)
-        self.host = HostCosts(tail, *(costs.cost(probe).host_ns for probe in ("issue", "late")), *cpu)
+        self.host = HostCosts(*(costs.cost(probe).host_ns for probe in ("issue", "late")), *cpu)
         self._more = costs.cost("enter_cpu").gpu_ns if self.on_cpu else 0
         self._more += costs.cost("replayed").gpu_ns if costs.replayed else 0
         self._executes = costs.speculating_ns if settings.speculated(costs.shape) else 0
@@ -58,7 +56,7 @@ class GraphCosts:
         return Cost(base.host_ns, max(1, base.gpu_ns + self.extra_ns(tokens, depth, executes)), base.source)
 
     def plan_ns(self, tokens: int, depth: int) -> int:
-        """From being told to launching, copies apart."""
+        """From being told until the device may run residents."""
         return self._costs.block("plan", tokens=tokens).host_ns + self._predict(tokens, depth).host_ns
 
     def head(self, tokens: int) -> Cost:

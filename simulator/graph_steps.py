@@ -1,7 +1,8 @@
 """Decode steps of an engine that launches graphs, as a process of the engine model (`backend/cuda/forward.py`).
 
-The host waits for a layer's routing, decides, launches experts and what enters the next layer, and ends the layer-step
-when its copies have landed, while the device goes on. With all experts resident a step is one launch.
+The host waits for a layer's routing, decides, lets the device run residents, launches what comes later and what enters
+the next layer, and ends the layer-step when its copies have landed, while the device goes on. With all experts resident
+a step is one launch.
 """
 
 from __future__ import annotations
@@ -68,28 +69,25 @@ def _layer(engine: EngineModel, costs: GraphCosts, request: Request, at: int, la
     """A layer-step from its routing to its end; what enters the next layer is launched on the way."""
     clock, device, fed = engine.clock, engine.device, request.fed[at]
     depth = min(engine.settings.prefetch_depth, engine.shape.n_moe_layers - 1 - layer)
-    plan_ns = costs.plan_ns(fed, depth)
-    tail_ns = min(plan_ns, costs.host.tail_ns)
-    clock.spend("plan", plan_ns - tail_ns, layer)
+    clock.spend("plan", costs.plan_ns(fed, depth), layer)
     yield from engine.settle()
     engine.link.watch()
     decided = _begin(engine, request, at, layer)
     for ahead in range(depth):
         engine.brain.prefetch(layer + 1 + ahead, request.predicted[ahead][at, layer + 1 + ahead])
-    yield from _issue(engine, costs, layer)
-    clock.spend("plan", tail_ns, layer)
     experts, counts = request.demand[at, layer, : len(decided)], request.counts[at, layer, : len(decided)]
     tokens = counts if fed > 1 else np.zeros_like(counts)
     on_cpu, hits = int((decided == _CPU).sum()), int((decided == _HIT).sum())
     coming = (decided != _CPU) & (decided != _HIT)
+    if hits:
+        yield from device.experts(hits, layer, tokens=int(tokens[decided == _HIT].sum()))
     if on_cpu:
         if clock.ahead:
             yield clock.catch_up()
         engine.cpu.start(on_cpu, layer, int(tokens[decided == _CPU].sum()))
         clock.spend("plan", costs.host.submit_ns, layer)
-    if hits:
         yield from engine.settle()
-        yield from device.experts(hits, layer, tokens=int(tokens[decided == _HIT].sum()))
+    yield from _issue(engine, costs, layer)
     if coming.any():
         yield from engine.copied(layer, dict(zip(experts[coming].tolist(), tokens[coming].tolist(), strict=True)))
     yield from engine.settle()

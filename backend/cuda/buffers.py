@@ -30,6 +30,7 @@ class HostMemory:
     rows: Tensor  # [rows, hidden], the experts' input for the CPU
     out: Tensor  # float32 [items, hidden], what the CPU computed
     on_host: Tensor  # int64 [items], whether an item's output is in `out`
+    ready: Tensor  # int32 [layers], the number of the step for which a layer's plan is written
     plan: Tensor  # int64 [items, ENTRY], the resident experts of a layer-step
     waves: Tensor  # int64 [items, 1, ENTRY], the late ones, one each
     listed: Tensor  # int64 [items]
@@ -49,6 +50,7 @@ class HostMemory:
             rows=make(dtype, rows, shape.hidden),
             out=make(torch.float32, items, shape.hidden),
             on_host=make(torch.int64, items),
+            ready=make(torch.int32, shape.n_moe_layers),
             plan=make(torch.int64, items, ENTRY),
             waves=make(torch.int64, items, 1, ENTRY),
             listed=make(torch.int64, items),
@@ -75,10 +77,8 @@ class DeviceMemory:
     logits: Tensor  # float32 [rows, vocab]
     mid: Tensor  # float32 [items, width]
     out: Tensor  # float32 [items, hidden]
-    plan: Tensor  # int64 [items, ENTRY]; a copy of the host's, or made here
+    plan: Tensor  # int64 [items, ENTRY], taken from the host or made here
     listed: Tensor  # int64 [items]
-    mirror: Tensor  # int64 [items, ENTRY]
-    listed_mirror: Tensor  # int64 [items]
     scratch: AttentionScratch
 
     @classmethod
@@ -109,8 +109,6 @@ class DeviceMemory:
             out=make(full, items, shape.hidden),
             plan=make(number, items, ENTRY),
             listed=make(number, items),
-            mirror=make(number, items, ENTRY),
-            listed_mirror=make(number, items),
             scratch=AttentionScratch.on(device, rows, shape.heads, shape.head_dim, context),
         )
 
@@ -119,7 +117,7 @@ class DeviceMemory:
         items = rows * top_k
         by_row = ("x", "r", "base", "h", "qkv", "q", "mixed", "scores", "logits", "ids", "weights")
         guessed = ("guess_ids", "guess_weights")
-        by_item = ("mid", "out", "plan", "listed", "mirror", "listed_mirror")
+        by_item = ("mid", "out", "plan", "listed")
         views = {name: getattr(self, name)[:rows] for name in (*by_row, *guessed)}
         views |= {name: getattr(self, name)[:items] for name in by_item}
         scratch = self.scratch

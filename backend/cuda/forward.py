@@ -14,25 +14,56 @@ from torch import Tensor
 
 from foreload.backend.cuda.buffers import GIVEN, DeviceMemory, HostMemory
 from foreload.backend.cuda.copies import NativeCopies
-from foreload.backend.cuda.issue import CStep, Issuer
+from foreload.backend.cuda.issue import Issuer
 from foreload.backend.cuda.kernels.layout import BlockLayout
 from foreload.backend.cuda.kernels.ops import TAG, Ops
+from foreload.backend.cuda.layers import (
+    BEGUN,
+    CHOSEN,
+    COMPUTED,
+    CPU_BEGUN,
+    CPU_ENDED,
+    DONE,
+    ENDED,
+    ENTERED,
+    GUESSED,
+    ISSUED,
+    LAUNCHED,
+    NO_SLOT,
+    ON_CPU,
+    PLANNED,
+    ROUTED,
+    SUBMITTED,
+    UNTOLD,
+    Chosen,
+    Step,
+    run_layers,
+)
 from foreload.backend.cuda.pieces import Behaviour, Pieces
-from foreload.backend.cuda.plan import write_plan
 from foreload.backend.cuda.programs import Capture, Program, make_program, make_waves
+from foreload.backend.cuda.steps import StepArrays
 from foreload.backend.cuda.throttle import CapturedStopwatch
+from foreload.backend.experts.cpu_native import NativeExperts
 from foreload.backend.experts.link import transfer_ns
 from foreload.backend.forward import Forward
 from foreload.backend.observe import RouteLog
 from foreload.backend.policy.state import KEPT
-from foreload.backend.policy.step import ACT_CPU
-from foreload.backend.policy.window import Demand, demand_of, merge_predictions
 from foreload.errors import InternalError, UsageError
 
 PATIENCE_NS = 1_000_000_000
-Guesses = list[NDArray[np.int32]]
-"""Experts predicted for each of the next layers, best first."""
 BEHAVIOURS = 4  # kept captured, the newest
+BLOCKS = (
+    ("route", BEGUN, ROUTED),
+    ("predict", ROUTED, GUESSED),
+    ("plan", CHOSEN, PLANNED),
+    ("submit", PLANNED, SUBMITTED),
+    ("issue", SUBMITTED, ISSUED),
+    ("experts_gpu", ISSUED, LAUNCHED),
+    ("wait_cpu", LAUNCHED, COMPUTED),
+    ("upload", COMPUTED, ENTERED),
+    ("finish", ENTERED, ENDED),
+)
+"""Spans of a layer-step on the decoding thread (`layers.BEGUN` ...)."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +85,10 @@ class FastParts:
 class Steer:
     """What steps execute in place of what their gates say, so that probes choose what is measured.
 
-    `choose(layer, demand, predicted)` gives what is demanded and prefetched instead. With `slots` [layers, experts] a
-    step is one launch that reads experts there, whatever the brain holds.
+    With `slots` [layers, experts] a step is one launch that reads experts there, whatever the brain holds.
     """
 
-    choose: Callable[[int, Demand, Guesses], tuple[Demand, Guesses]]
+    chosen: Chosen
     slots: NDArray[np.int32] | None = None
 
 
@@ -66,6 +96,7 @@ class FastForward(Forward):
     """A forward whose decode steps are launched as graphs. Prompts take the way of `Forward`."""
 
     _copies: NativeCopies
+    _cpu: NativeExperts
     steer: Steer | None = None
 
     def __init__(self, *arguments: Any, parts: FastParts, **named: Any) -> None:
@@ -90,15 +121,15 @@ class FastForward(Forward):
     def prepare(self, rows: Sequence[int]) -> None:
         """Capture what steps of so many rows launch under the present settings."""
         for n in sorted(rows, reverse=True):
-            self._program(n)
+            self._layers(self._program(n), 0, 0)  # none: what is compiled is compiled now
 
     def _behaviour(self) -> Behaviour:
         ahead, cpu = self.look_ahead, self._cpu.threads > 0
-        predictor = ahead.predictor
+        predictor, watched = ahead.predictor, self.observer is not None or self.shadow is not None
         if predictor is None:
-            return Behaviour(cpu=cpu, replay=self.replay)
+            return Behaviour(cpu=cpu, replay=self.replay, watched=watched)
         key, depth = (predictor.key, id(predictor.calibration)), min(ahead.depth, self._shape.n_moe_layers - 1)
-        return Behaviour(predictor, key, depth, ahead.width, ahead.speculated, cpu, self.replay)
+        return Behaviour(predictor, key, depth, ahead.width, ahead.speculated, cpu, self.replay, watched)
 
     def _program(self, rows: int) -> Program:
         behaviour = self._behaviour()
@@ -139,7 +170,7 @@ class FastForward(Forward):
             self._addresses = torch.zeros(shape.n_moe_layers, shape.experts, dtype=torch.int64, device=device)
         self._rows = rows
         self._waves = make_waves(self._pieces(rows, behaviour), self._parts.capture)
-        self._step = StepArrays(self._host, [self._waves[layout] for layout in self._parts.layouts])
+        self._step = StepArrays(self._host, shape, [self._waves[layout] for layout in self._parts.layouts])
 
     def step_times(self, rows: int, repeats: int = 20) -> dict[str, float]:
         """Median device microseconds of each graph of a step of `rows` rows alone, at the position of the step before.
@@ -149,12 +180,15 @@ class FastForward(Forward):
         """
         program, stream = self._program(rows), self._parts.stream()
         found: dict[str, list[float]] = {"enter": [], "planned": [], "whole": []}
+        planned = self._host.plan.clone()
+        self._host.ready.fill_(self._step.number)
         for _ in range(repeats):
             for name, graphs in (
                 ("enter", program.enter),
                 ("planned", program.planned[:1]),
                 ("whole", (program.whole,)),
             ):
+                self._host.plan.copy_(planned if name == "planned" else torch.zeros_like(planned))
                 begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 begun.record()
                 for graph in graphs:
@@ -193,12 +227,18 @@ class FastForward(Forward):
         self._give(token_ids, position)
         slots = self._whole() if log is None and self.shadow is None else None
         if slots is not None:
-            self._run_whole(program, slots)
-        else:
-            self._issuer.launch(program.enter[0], self._parts.stream())
+            self._show(slots)
+        self._issuer.drive(True, self.home)
+        try:
+            self._issuer.launch(program.enter[0] if slots is None else program.whole, self._parts.stream())
             self.marks.mark("embed")
-            for at in range(self._shape.n_moe_layers):
-                self._layer(program, at, log)
+            if log is None and self.shadow is None and not (self._poisoned is not None and slots is None):
+                self._layers(program, 0, self._shape.n_moe_layers, whole=slots is not None)
+            else:
+                for at in range(self._shape.n_moe_layers):
+                    self._watched(program, at, log)
+        finally:
+            self._issuer.drive(False)
         logits = self._logits(program)
         self.marks.mark("head")
         with self._copies.lock:
@@ -213,18 +253,20 @@ class FastForward(Forward):
         """
         program, stream = self._program(rows), self._parts.stream()
         self._give([0] * rows, position)
+        self._host.plan.zero_()
+        self._host.ready.fill_(self._step.number)
         begun = time.perf_counter_ns()
         for graph in program.enter[:layers]:
             self._issuer.launch(graph, stream)
-        self._routed(program, layers - 1)
-        self._guessed(program, layers - 1)
+        self._told(program, layers - 1)
         return time.perf_counter_ns() - begun
 
     def _give(self, token_ids: list[int], position: int) -> None:
         """Number the next step and tell the device what it is about."""
-        self._number += 1
+        self._number = self._number % 0x7FFFFFFF + 1
         row = 0 if self.replay is None else self.replay.row
-        self._step.given[: GIVEN + len(token_ids)] = [self._number & 0x7FFFFFFF, position, row, *token_ids]
+        self._step.number = self._number
+        self._step.given[: GIVEN + len(token_ids)] = [self._number, position, row, *token_ids]
 
     def _whole(self) -> NDArray[np.int32] | None:
         """Slots of all experts [layers, experts] if the step can be one launch."""
@@ -233,138 +275,84 @@ class FastForward(Forward):
         state = self._brain.state
         return state.slot if (state.status == KEPT).all() else None
 
+    def _show(self, slots: NDArray[np.int32]) -> None:
+        """The device's table of addresses shows these slots."""
+        if self._resident_at is None or not np.array_equal(slots, self._resident_at):
+            self._resident_at = slots.copy()
+            self._addresses.copy_(torch.from_numpy(self._copies.blocks.targets[slots]))
+
     def _logits(self, program: Program) -> Tensor:
         """What the step gives, [n, vocab], once it is there."""
         return program.pieces.m.logits.clone()
 
-    def _layer(self, program: Program, at: int, log: RouteLog | None) -> None:
-        routed = self._routed(program, at)
-        self.marks.mark("route", at)
-        predicted = self._guessed(program, at)
-        if predicted:
-            self.marks.mark("predict", at)
+    def _layers(self, program: Program, first: int, last: int, whole: bool = False, ends: bool = True) -> None:
+        """The layer-steps `first` .. `last` - 1: decide on what each tells, launch, and end them."""
+        step, behaviour = self._step, program.pieces.behaviour
+        numbers = Step(
+            step.number, program.pieces.rows, self._shape.top_k, behaviour.depth, behaviour.width, PATIENCE_NS,
+            int(ends), int(whole),
+        )  # fmt: skip
+        native = self._issuer.native(self._cpu.handle if behaviour.cpu else 0, self._parts.stream())
+        host = step.host(numbers.rows, self._copies.blocks.targets, self._cpu if behaviour.cpu else None)
+        chosen = step.unchosen if self.steer is None else self.steer.chosen
+        brain, at = self._brain, first
+        while True:
+            at = run_layers(
+                at, last, numbers, native, step.graphs(program), host, chosen, brain.state, brain.rules, brain.costs
+            )
+            if step.outcome[0] == DONE:
+                break
+            if step.outcome[0] == UNTOLD and not self._parts.idle():
+                continue  # it takes its time
+            raise self._stopped(at)
+        if not whole:
+            self._note(first, last)
+
+    def _stopped(self, at: int) -> InternalError:
+        """Why the layer-steps ended early."""
+        outcome, error = self._step.outcome.tolist()
+        if outcome == UNTOLD:
+            return InternalError("the device finished a layer without telling its routing")
+        if outcome == NO_SLOT:
+            return InternalError(f"no staging slot left for the demand of MoE layer {at}")
+        return InternalError(f"MoE layer {at} could not be run: CUDA error {error}")
+
+    def _note(self, first: int, last: int) -> None:
+        """Tell marks and CPU spans what the layer-steps took."""
+        spans = self._cpu.spans
+        for at, times in enumerate(self._step.times[first:last].tolist(), first):
+            if spans is not None and times[ON_CPU]:
+                spans.append((at, times[ON_CPU], times[CPU_BEGUN], times[CPU_ENDED]))
+            for kind, begun, ended in BLOCKS:
+                if times[ended] and (kind != "predict" or times[ended] > times[begun]):
+                    self.marks.add(kind, at, times[begun] or times[LAUNCHED], times[ended])
+
+    def _watched(self, program: Program, at: int, log: RouteLog | None) -> None:
+        """One layer-step with someone who reads what it has, or with freed slots poisoned behind it."""
+        routed = self._told(program, at)
+        m = program.pieces.m
         if log is not None:
             log.experts[:, at] = routed
-            m = program.pieces.m
             log.weights[:, at] = m.weights.cpu().numpy()
             self.look_ahead.record(at, m.r, m.ids, m.weights, log)
         if self.shadow is not None and at in program.pieces.behaviour.speculated:
-            self.shadow.compare(at, routed.astype(np.int64), self.decoder.route(at, program.pieces.m.h)[0])
-        demand, step = demand_of(routed), self._step
-        if self.steer is not None:
-            demand, predicted = self.steer.choose(at, demand, predicted)
-        with self._copies.lock:
-            actions = self._brain.begin(at, demand.experts, demand.counts)
-            for ahead, experts in enumerate(predicted):
-                self._brain.prefetch(at + 1 + ahead, experts)
-            self._copies.kick()
-        first_key, slots = at * self._shape.experts, self._brain.state.slot[at]
-        targets, items = self._copies.blocks.targets, program.pieces.items
-        n_used, n_late = write_plan(
-            *demand,
-            actions,
-            first_key,
-            slots,
-            targets,
-            step.plan[:items],
-            step.listed,
-            step.on_host,
-            step.used,
-            step.late,
-        )
-        self.marks.mark("plan", at)
-        self._run(program, at, demand, actions, n_used, n_late)
-        self._open = (at, step.late[0, :n_late].tolist())
+            self.shadow.compare(at, routed.astype(np.int64), self.decoder.route(at, m.h)[0])
+        self._layers(program, at, at + 1, ends=False)
+        self._brain.took(*self._step.decided())
+        self._open = (at, self._step.late_keys())
         self.finish()
-        self.marks.mark("finish", at)
 
-    def _run(
-        self, program: Program, at: int, demand: Demand, actions: NDArray[np.int8], n_used: int, n_late: int
-    ) -> None:
-        """Launch the layer-step's experts and what follows them."""
-        on_cpu = np.flatnonzero(actions == ACT_CPU).tolist()
-        computed = self._start_cpu(program, at, demand, on_cpu) if on_cpu else None
-        then = program.enter[at + 1]
-        stream = self._parts.stream()
-        c = self._step.c
-        c.compute, c.resident, c.next = stream, program.planned[at] if n_used else None, None if on_cpu else then
-        c.n_used, c.late, c.waves = n_used, n_late, self._step.waves[at]
-        self._issuer.run(c)
-        self.marks.mark("experts_gpu", at)
-        if computed is not None:
-            self._cpu.join()
-            self.marks.mark("wait_cpu", at)
-            items = np.concatenate([demand.places[a:b] for a, b in _spans(demand, on_cpu)])
-            self._host.out[torch.from_numpy(items)] = computed.float()
-            self.marks.mark("upload", at)
-            self._issuer.launch(then, stream)
-
-    def _start_cpu(self, program: Program, at: int, demand: Demand, on_cpu: list[int]) -> Tensor:
-        """Outputs of the experts that the host computes, written until the workers are joined."""
-        rows = [demand.places[a:b] // self._shape.top_k for a, b in _spans(demand, on_cpu)]
-        x = self._host.rows[: program.pieces.rows]
-        out = self._cpu.submit(at, demand.experts[on_cpu].tolist(), x, rows)
-        self.marks.mark("submit", at)
-        return out
-
-    def _run_whole(self, program: Program, slots: NDArray[np.int32]) -> None:
-        """One launch; the brain hears of each layer's demand while the device is at the next."""
-        if self._resident_at is None or not np.array_equal(slots, self._resident_at):
-            self._resident_at = slots.copy()
-            self._addresses.copy_(torch.from_numpy(self._copies.blocks.targets[slots]))
-        self._issuer.launch(program.whole, self._parts.stream())
-        for at in range(self._shape.n_moe_layers):
-            demand = demand_of(self._routed(program, at))
-            if self.steer is not None:
-                demand, _ = self.steer.choose(at, demand, [])
-            with self._copies.lock:
-                self._brain.begin(at, demand.experts, demand.counts)
-                self._brain.finish(at)
-
-    def _routed(self, program: Program, at: int) -> NDArray[np.int32]:
-        """Ids [n, k] that layer `at` has told."""
-        items = program.pieces.items
+    def _told(self, program: Program, at: int) -> NDArray[np.int32]:
+        """Ids [n, k] that layer `at` has told, once its predictions are there too."""
+        behaviour, items = program.pieces.behaviour, program.pieces.items
+        depth = min(behaviour.depth, self._shape.n_moe_layers - 1 - at)
         self._await(self._step.words[at], items)
+        self._await(self._step.guesses[at], depth * program.pieces.rows * behaviour.width)
         routed: NDArray[np.int32] = (self._step.words[at, :items] & 0xFFFF).reshape(-1, self._shape.top_k)
         return routed
 
-    def _guessed(self, program: Program, at: int) -> Guesses:
-        behaviour = program.pieces.behaviour
-        targets = min(behaviour.depth, self._shape.n_moe_layers - 1 - at)
-        if targets <= 0:
-            return []
-        words = targets * program.pieces.rows * behaviour.width
-        self._await(self._step.guesses[at], words)
-        told = self._step.guesses[at, :words].astype(np.uint16).view(np.int16)  # 0xFFFF is -1: none
-        return [merge_predictions(rows) for rows in told.reshape(targets, program.pieces.rows, -1)]
-
     def _await(self, words: NDArray[np.int32], count: int) -> None:
         address, tag = words.ctypes.data, self._number & TAG
-        while not self._issuer.awaited(address, count, tag, PATIENCE_NS):
-            if self._parts.idle() and not self._issuer.awaited(address, count, tag, 0):
+        while not self._issuer.told(address, count, tag, PATIENCE_NS):
+            if self._parts.idle() and not self._issuer.told(address, count, tag, 0):
                 raise InternalError("the device finished a layer without telling its routing")
-
-
-class StepArrays:
-    """The host's side of a step as numpy arrays and C structure, made once."""
-
-    def __init__(self, host: HostMemory, waves: Sequence[tuple[int, ...]]) -> None:
-        """`waves`: of each layer, the graphs of its late experts."""
-        items = len(host.listed)
-        self.given, self.words, self.guesses = host.given.numpy(), host.words.numpy(), host.guesses.numpy()
-        self.plan, self.listed, self.on_host = host.plan.numpy(), host.listed.numpy(), host.on_host.numpy()
-        self.used = np.zeros(items, np.int32)
-        self.late = np.zeros((3, items), np.int64)
-        self._waves = np.asarray(waves, np.uint64)  # [layers, items]
-        self.waves = [row.ctypes.data for row in self._waves]
-        keys, firsts, counts = (row.ctypes.data for row in self.late)
-        self.c = CStep(
-            waves=self.waves[0], plan=host.waves.data_ptr(), keys=keys, firsts=firsts, counts=counts,
-            used=self.used.ctypes.data,
-        )  # fmt: skip
-
-
-def _spans(demand: Demand, which: list[int]) -> list[tuple[int, int]]:
-    """Where the items of some experts are among the demand's places."""
-    starts = demand.starts()
-    return [(starts[i], starts[i + 1]) for i in which]

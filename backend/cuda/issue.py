@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from foreload.backend.cuda.layers import Native
 from foreload.backend.native.library import load
 from foreload.backend.policy.calls import QueueCalls, table_of
 from foreload.backend.policy.state import PolicyState
@@ -72,7 +73,11 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "fc_instantiate": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)]),
     "fc_drop_graph": (None, [ctypes.c_void_p, ctypes.c_void_p]),
     "fc_launch": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]),
-    "fc_await": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_int64]),
+    "fc_told": (
+        ctypes.c_int64,
+        [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64],
+    ),
+    "fc_drive": (ctypes.c_int64, [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]),
     "fc_run": (ctypes.c_int, [ctypes.c_void_p, ctypes.POINTER(CStep)]),
 }
 
@@ -216,9 +221,21 @@ class Issuer:
         """Launch a graph."""
         self.check(self._library.fc_launch(self._link, executable, compute))
 
-    def awaited(self, address: int, words: int, tag: int, timeout_ns: int) -> bool:
-        """Spin until the upper halves of the int32 `words` at an address are `tag`; False after the time."""
-        return bool(self._library.fc_await(address, words, tag, timeout_ns))
+    def told(self, address: int, words: int, tag: int, timeout_ns: int) -> bool:
+        """Wait until the upper halves of the int32 `words` at an address are `tag`; False after the time."""
+        return bool(self._library.fc_told(self._link, address, words, tag, timeout_ns))
+
+    def drive(self, on: bool, home: int = -1) -> None:
+        """The calling thread serves the link from now on, on core `home` if that is one; or the link's own does."""
+        self.check(self._library.fc_drive(self._link, on, home))
+
+    def native(self, pool: int, stream: int) -> Native:
+        """What a compiled step calls: workers of CPU experts (0: none) and the compute stream beside this link."""
+        names = {"now", "told", "ready", "serve", "take", "let", "issue", "landed", "computed"}
+        found = {name: getattr(self._library, f"fc_{name}") for name in names}
+        found |= {"launch": self._library.fc_launch_now, "submit": self._library.fl_submit}
+        addresses = {name: ctypes.cast(function, ctypes.c_void_p).value or 0 for name, function in found.items()}
+        return Native(**addresses, link=self._link, pool=pool, stream=stream)
 
     def run(self, step: CStep) -> None:
         """Run a layer-step's experts."""

@@ -18,6 +18,7 @@ from foreload.backend.experts.cpu import CpuExperts
 from foreload.backend.experts.pool import SlotPool
 from foreload.backend.experts.slab import HostSlab
 from foreload.backend.models.decoder import Decoder
+from foreload.backend.native import chosen_isa
 from foreload.backend.policy import Brain
 from foreload.backend.policy.calls import queue_calls
 from foreload.errors import InternalError, UsageError
@@ -42,6 +43,8 @@ def missing(layouts: Sequence[BlockLayout], shape: ModelShape) -> str | None:
         return "Triton is not installed"
     if issue_library() is None:
         return "the native library was not built"
+    if chosen_isa() is None:
+        return "CPU experts run in torch"
     if queue_calls() is None:
         return "numba compiles nothing (NUMBA_DISABLE_JIT)"
     return None

@@ -28,7 +28,8 @@ class Behaviour:
     """What pieces do besides the model: change it and they are captured anew.
 
     `depth`, `width`: predictions for so many layers ahead and so many experts; `speculated` layers execute what was
-    predicted for them; `cpu`: the host computes experts; `replay`: routing comes from a recording.
+    predicted for them; `cpu`: the host computes experts; `replay`: routing comes from a recording; `watched`: someone
+    reads what is on the device in every layer, so that nothing may wait for the host there.
     """
 
     predictor: Predictor | None = field(default=None, compare=False)
@@ -38,6 +39,7 @@ class Behaviour:
     speculated: frozenset[int] = frozenset()
     cpu: bool = False
     replay: Replay | None = None
+    watched: bool = False
 
     def guesses(self, rows: int) -> int:
         """Words of predictions that a layer tells of."""
@@ -132,19 +134,19 @@ class Pieces:
         m, ops, shape, layer = self.m, self._ops, self.shape, self._decoder.layers[at]
         ops.norm_linear(m.r, layer.moe_norm, layer.gate, layer.gate_bias, m.scores, m.h, shape.norm_eps)
         # What the host must be told last waits for what comes after the gate.
-        late = self.behaviour.replay is not None or self.behaviour.cpu
+        late, replay = self.behaviour.cpu, self.behaviour.replay
         words = self.host.words[at, : self.items]
         if shape.scoring == "sigmoid_topk" or shape.groups > 1:
             ids, weights = route(m.scores, layer.correction, shape)
             m.ids.copy_(ids)
             m.weights.copy_(weights)
-            late = True
+            late |= replay is None
         else:
             normalise = shape.normalise_weights or shape.scoring == "topk_softmax"
-            ops.top_k(m.scores, m.ids, m.weights, normalise, m.current, None if late else words)
+            ops.top_k(m.scores, m.ids, m.weights, normalise, m.current, None if late or replay else words)
             if shape.routed_scale != 1:
                 m.weights.mul_(shape.routed_scale)
-        self._replayed(at)
+        self._replayed(at, None if late else words)
         if late:
             self._tell(at)
 
@@ -154,13 +156,13 @@ class Pieces:
         m.h.copy_(self._norm(m.r, self._decoder.layers[at].moe_norm))
         m.ids.copy_(m.guess_ids)
         m.weights.copy_(m.guess_weights)
-        self._replayed(at)
+        self._replayed(at, None)
         self._tell(at)
 
-    def _replayed(self, at: int) -> None:
-        replay = self.behaviour.replay
+    def _replayed(self, at: int, words: Tensor | None) -> None:
+        m, replay = self.m, self.behaviour.replay
         if replay is not None:
-            self._ops.replay_routes(self.m.current, (replay.ids, replay.weights), at, self.m.ids, self.m.weights)
+            self._ops.replay_routes(m.current, (replay.ids, replay.weights), at, m.ids, m.weights, words)
 
     def _tell(self, at: int) -> None:
         m = self.m
@@ -184,24 +186,24 @@ class Pieces:
 
     # Experts
 
-    def planned(self, layout: BlockLayout) -> None:
-        """The experts of the host's plan, in blocks of a layout."""
+    def planned(self, layout: BlockLayout, at: int | None = None) -> None:
+        """The experts of the host's plan, in blocks of a layout; with `at` once the plan of that layer is ready."""
         m, host = self.m, self.host
-        plan, listed = host.plan[: self.items], host.listed[: self.items]
-        self._experts(layout, ExpertBuffers(plan, listed, m.mirror, m.listed_mirror, m.mid, m.out))
+        ready = None if at is None else host.ready[at : at + 1]
+        self._ops.take_plan(m.current, ready, (host.plan[: self.items], host.listed[: self.items]), (m.plan, m.listed))
+        self._experts(layout, ExpertBuffers(m.plan, m.listed, m.mid, m.out))
 
     def wave(self, number: int, layout: BlockLayout) -> None:
-        """One late expert. Works for steps of any number of rows: the plan says which."""
-        m, host = self.m, self.host
-        buffers = ExpertBuffers(host.waves[number], host.listed, m.mirror[:1], m.listed_mirror, m.mid, m.out)
-        self._experts(layout, buffers)
+        """One late expert, whose items the plan lists. Works for steps of any number of rows: its entry says which."""
+        m = self.m
+        self._ops.take_plan(m.current, None, (self.host.waves[number], None), (m.plan, m.listed))
+        self._experts(layout, ExpertBuffers(m.plan[:1], m.listed, m.mid, m.out))
 
     def resident(self, at: int, addresses: Tensor) -> None:
         """All experts of a layer whose experts are all resident, by the table of addresses int64 [layers, experts]."""
         m = self.m
         self._ops.plan_resident(m.ids, addresses, at, m.plan, m.listed)
-        buffers = ExpertBuffers(m.plan, m.listed, m.mirror, m.listed_mirror, m.mid, m.out)
-        self._experts(self.layouts[at], buffers)
+        self._experts(self.layouts[at], ExpertBuffers(m.plan, m.listed, m.mid, m.out))
 
     def _experts(self, layout: BlockLayout, buffers: ExpertBuffers) -> None:
         self._ops.experts(layout, self.shape.top_k, self.m.h, buffers)

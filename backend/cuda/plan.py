@@ -1,15 +1,80 @@
-"""A layer-step's plan as the kernels read it, from what the brain decided. Compiled: it runs once per layer-step."""
+"""A layer-step's demand and plan as arrays, from what the device has told. Compiled: it runs once per layer-step."""
 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from foreload.backend.policy.step import ACT_CPU, ACT_HIT
+from foreload.compiled import uncounted
 
 
-@njit(cache=True)
+@uncounted
+def sort_demand(
+    words: NDArray[np.int32],
+    experts: NDArray[np.int32],
+    counts: NDArray[np.int32],
+    places: NDArray[np.int64],
+    tokens: NDArray[np.int32],
+) -> int:
+    """`demand_of` the ids in the lower halves of words [items], into experts, counts and places [items] each.
+
+    tokens [E] is scratch. Returns how many distinct experts there are.
+    """
+    tokens[:] = 0
+    for item in range(len(words)):
+        tokens[words[item] & 0xFFFF] += 1
+    distinct, start = 0, 0
+    for expert in range(len(tokens)):
+        count = tokens[expert]
+        if count:
+            experts[distinct], counts[distinct] = expert, count
+            tokens[expert] = start
+            distinct, start = distinct + 1, start + count
+    for item in range(len(words)):
+        expert = words[item] & 0xFFFF
+        places[tokens[expert]] = item
+        tokens[expert] += 1
+    return distinct
+
+
+@uncounted
+def merge_told(words: NDArray[np.int32], rows: int, found: NDArray[np.int32], scratch: NDArray[np.int32]) -> int:
+    """`merge_predictions` of the ids in the lower halves of words [rows * width] (0xFFFF: none), into found.
+
+    scratch [2, E]. Returns how many distinct experts there are.
+    """
+    width, n = len(words) // rows, 0
+    if rows == 1:
+        for at in range(width):
+            if words[at] & 0xFFFF != 0xFFFF:
+                found[n] = words[at] & 0xFFFF
+                n += 1
+        return n
+    votes, best = scratch[0], scratch[1]
+    votes[:] = 0
+    best[:] = width
+    for at in range(len(words)):
+        expert = words[at] & 0xFFFF
+        if expert != 0xFFFF:
+            votes[expert] += 1
+            best[expert] = min(best[expert], at % width)
+    for expert in range(len(votes)):
+        if votes[expert] == 0:
+            continue
+        at = n
+        while at and (
+            votes[found[at - 1]] < votes[expert]
+            or (votes[found[at - 1]] == votes[expert] and best[found[at - 1]] > best[expert])
+        ):
+            found[at] = found[at - 1]
+            at -= 1
+        found[at] = expert
+        n += 1
+    return n
+
+
+@uncounted
 def write_plan(
     experts: NDArray[np.int32],
     counts: NDArray[np.int32],

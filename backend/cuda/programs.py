@@ -66,13 +66,19 @@ class Program:
 
     `enter[at]` brings a step into MoE layer `at` (0: from the token ids; else from the experts of the layer before) and
     up to its routing; the last entry gives the logits. `planned[at]` runs the host's plan of resident experts of layer
-    `at`, `whole` a step whose experts are all resident.
+    `at`; where the program is `joined`, `enter[at]` waits for that plan and runs it itself. `whole`: a step whose
+    experts are all resident.
     """
 
     pieces: Pieces
     enter: tuple[int, ...]
     planned: tuple[int, ...]
     whole: int
+
+    @property
+    def joined(self) -> bool:
+        """Whether what enters a layer also runs its resident experts."""
+        return not self.pieces.behaviour.watched
 
     def executables(self) -> tuple[int, ...]:
         """All graphs."""
@@ -86,15 +92,20 @@ def make_program(pieces: Pieces, addresses: Tensor, decoder: Decoder, capture: C
     """
     layers, cpu = pieces.shape.n_moe_layers, pieces.behaviour.cpu
 
+    def arrive(at: int) -> None:
+        pieces.attend(at)
+        if not pieces.behaviour.watched:
+            pieces.planned(pieces.layouts[at], at)
+
     def first() -> None:
         pieces.begin()
-        pieces.attend(0)
+        arrive(0)
 
     def into(at: int) -> Piece:
         def run() -> None:
             pieces.combine(at - 1, cpu)
             if at < layers:
-                pieces.attend(at)
+                arrive(at)
             else:
                 pieces.head()
 
@@ -112,6 +123,7 @@ def make_program(pieces: Pieces, addresses: Tensor, decoder: Decoder, capture: C
     enter: list[Piece] = [first, *(into(at) for at in range(1, layers + 1))]
     addresses.zero_()  # experts at address 0 are left out
     pieces.host.given.zero_()
+    pieces.host.ready.zero_()  # of step 0, too
     pieces.host.plan.zero_()
     with kept(decoder, pieces.rows):
         for piece in (*enter, *planned.values(), whole):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -24,8 +25,10 @@ class NativeExperts(CpuExperts):
     def __init__(self, slab: ExpertBlocks, threads: int, library: Library, isa: Isa) -> None:
         self._library, self._isa, self._dtype = library, isa, slab.dtype
         bf16 = slab.dtype == torch.bfloat16
-        self._addresses = slab.addresses()
+        self.addresses = slab.addresses()
         self._layouts = [c_layout(slab.layout(layer), slab.shape, bf16) for layer in range(slab.shape.n_moe_layers)]
+        self.layout_addresses = np.array([ctypes.addressof(layout) for layout in self._layouts], np.int64)
+        self._cores: Collection[int] = ()
         self._open: list[tuple[int, int, int, Tensor]] = []  # ticket, layer, experts, the output it writes
         self._pool: NativePool | None = None
         self.threads = 0
@@ -39,9 +42,16 @@ class NativeExperts(CpuExperts):
             self._pool.close()
         self._pool = NativePool(self._library, threads, self._isa, cores()) if threads else None
         self.threads = threads
+        self.place(self._cores)
+
+    @property
+    def handle(self) -> int:
+        """Address of the library's pool; 0 without workers."""
+        return 0 if self._pool is None else self._pool.handle
 
     def place(self, cores: Collection[int]) -> None:
-        """Bind the workers to `cores`."""
+        """Bind the workers to `cores`, those of later numbers of them too."""
+        self._cores = cores
         if self._pool is not None and cores:
             self._pool.place(cores)
 
@@ -56,7 +66,7 @@ class NativeExperts(CpuExperts):
         first = np.zeros(len(experts) + 1, np.int32)
         np.cumsum([len(of) for of in rows], out=first[1:])
         out = torch.empty(len(x_rows), x.shape[1], dtype=x.dtype)
-        plan = Plan(self._addresses[layer, experts], first, x_rows, np.arange(len(x_rows), dtype=np.int32))
+        plan = Plan(self.addresses[layer, experts], first, x_rows, np.arange(len(x_rows), dtype=np.int32))
         bf16 = x.dtype == torch.bfloat16
         ticket = self._pool.submit(
             self._layouts[layer], plan, (x.data_ptr(), len(x), bf16), (out.data_ptr(), out.dtype == torch.bfloat16)

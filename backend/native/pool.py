@@ -54,6 +54,11 @@ class NativePool:
         if not self._pool:
             raise ForeloadError(f"{threads} CPU expert threads could not be started")
 
+    @property
+    def handle(self) -> int:
+        """Address of the library's pool."""
+        return int(self._pool)
+
     def place(self, cpus: Collection[int]) -> None:
         """Bind the workers to `cpus`, one each if there are enough; where that is not allowed they stay as they are."""
         chosen = np.asarray(sorted(cpus), np.int32)

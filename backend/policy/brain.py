@@ -128,6 +128,15 @@ class Brain:
         self._experts, self._action = experts, action
         return action
 
+    @property
+    def costs(self) -> SplitCosts:
+        """What splits weigh."""
+        return self._costs
+
+    def took(self, experts: NDArray[np.int32], action: NDArray[np.int8]) -> None:
+        """A layer-step was begun by `step.demand` itself: its experts [n] and what was decided for each [n]."""
+        self._experts, self._action = experts, action
+
     def prefetch(self, layer: int, predicted: NDArray[np.int32]) -> None:
         """Experts predicted for a later MoE `layer` of this step, best first, -1 for none; [width]."""
         step.prefetch(self.state, self.rules, layer, predicted)

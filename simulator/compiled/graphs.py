@@ -38,7 +38,6 @@ class Graphs(NamedTuple):
 
     extra: NDArray[np.int64]  # [2, F + 1, D + 1] entering a layer beyond attention; [1]: of one executing predictions
     plan: NDArray[np.int64]  # [F + 1, D + 1]
-    tail_ns: int
     issue_ns: int
     submit_ns: int
     upload_ns: int
@@ -144,9 +143,7 @@ def _layer(
 ) -> bool:
     """A layer-step from its routing to its end; whether the CPU had any of its experts."""
     fed, ahead_of = steps.fed[at], min(depth, steps.demand.shape[1] - 1 - layer)
-    plan_ns = g.plan[fed, ahead_of]
-    tail_ns = min(plan_ns, g.tail_ns)
-    spend(m, PLAN, plan_ns - tail_ns)
+    spend(m, PLAN, g.plan[fed, ahead_of])
     host.settle(m, r, p)
     mach.watch(m)
     distinct = host.demanded(steps, at, layer)
@@ -157,8 +154,6 @@ def _layer(
         return False
     for ahead in range(ahead_of):
         step.prefetch(p, rules, layer + 1 + ahead, steps.predicted[ahead, at, layer + 1 + ahead])
-    _issue(m, r, g, p)
-    spend(m, PLAN, tail_ns)
     on_cpu = _run(m, r, b, g, p, layer, experts, counts, fed > 1, action)
     _enter(m, r, b, g, steps, at, layer + 1, depth)
     host.settle(m, r, p)
@@ -183,15 +178,16 @@ def _run(
     window: bool,
     action: NDArray[np.int8],
 ) -> bool:
-    """Launch a layer-step's experts; whether the CPU had any, whose results are then there."""
+    """Run a layer-step's experts; whether the CPU had any, whose results are then there."""
     on_cpu, cpu_tokens, hits, hit_tokens = host.sort_out(m, p, layer, experts, counts, window, action)
+    if hits:
+        host.experts_gpu(m, r, b, p, hits, hit_tokens)
     if on_cpu:
         host.catch_up(m, r, p)
         mach.start_cpu(m, r, on_cpu, cpu_tokens)
         spend(m, PLAN, g.submit_ns)
-    if hits:
         host.settle(m, r, p)
-        host.experts_gpu(m, r, b, p, hits, hit_tokens)
+    _issue(m, r, g, p)
     if m.at[N_COMING]:
         host.copied(m, r, b, p, layer, experts, counts, window, action)
     host.settle(m, r, p)

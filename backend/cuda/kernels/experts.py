@@ -152,9 +152,7 @@ def _activated(
 @triton.jit
 def gate_up(
     plan: tl.tensor,
-    mirror: tl.tensor,
     items: tl.tensor,
-    items_mirror: tl.tensor,
     x: tl.tensor,
     mid: tl.tensor,
     ENTRY: tl.constexpr,
@@ -180,25 +178,16 @@ def gate_up(
     BIAS_BYTES: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Program (group, row tile): activated rows of mid for every item of the group.
-
-    `plan` and `items` may be host memory: the first tile copies them to `mirror` for the kernels behind this one.
-    """
+    """Program (group, row tile): activated rows of mid for every item of the group."""
     group, tile = tl.program_id(0), tl.program_id(1)
     address = tl.load(plan + group * ENTRY)
-    first = tl.load(plan + group * ENTRY + 1)
-    count = tl.load(plan + group * ENTRY + 2)
-    if tile == 0:
-        tl.store(mirror + group * ENTRY, address)
-        tl.store(mirror + group * ENTRY + 1, first)
-        tl.store(mirror + group * ENTRY + 2, count)
     if address != 0:
+        first = tl.load(plan + group * ENTRY + 1)
+        count = tl.load(plan + group * ENTRY + 2)
         rows = tile * ROWS + tl.arange(0, ROWS)
         inside = rows < WIDTH
         for at in range(first, first + count):
             item = tl.load(items + at)
-            if tile == 0:
-                tl.store(items_mirror + at, item)
             row = x + (item // K) * HIDDEN
             gate = _products(
                 address, rows, inside, row, HIDDEN, ROWS, COLS, ALIGN, FORMAT, GATE, STRIDE, GATE_SCALES, SCALE_STRIDE,

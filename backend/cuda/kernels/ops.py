@@ -23,29 +23,26 @@ TAG = 0x7FFF
 class ExpertBuffers:
     """What expert kernels read and write, for at most `items` items.
 
-    plan int64 [groups, ENTRY] and listed int64 [items] may be host memory that the device reads; their mirrors are on
-    the device. mid fp32 [items, width], out fp32 [items, hidden].
+    plan int64 [groups, ENTRY], listed int64 [items], mid fp32 [items, width], out fp32 [items, hidden].
     """
 
     plan: Tensor
     listed: Tensor
-    plan_mirror: Tensor
-    listed_mirror: Tensor
     mid: Tensor
     out: Tensor
 
     @classmethod
     def on(cls, device: torch.device, layout: BlockLayout, items: int) -> ExpertBuffers:
-        """Buffers whose plan is on the device too."""
+        """Buffers on a device."""
         plan = torch.zeros(items, ENTRY, device=device, dtype=torch.int64)
         listed = torch.zeros(items, device=device, dtype=torch.int64)
         mid = torch.empty(items, layout.width, device=device, dtype=torch.float32)
         out = torch.empty(items, layout.hidden, device=device, dtype=torch.float32)
-        return cls(plan, listed, torch.zeros_like(plan), torch.zeros_like(listed), mid, out)
+        return cls(plan, listed, mid, out)
 
-    def with_plan(self, plan: Tensor, listed: Tensor, mirror: Tensor) -> ExpertBuffers:
-        """The same outputs under another plan and its mirror."""
-        return ExpertBuffers(plan, listed, mirror, self.listed_mirror, self.mid, self.out)
+    def with_plan(self, plan: Tensor) -> ExpertBuffers:
+        """The same outputs under another plan."""
+        return ExpertBuffers(plan, self.listed, self.mid, self.out)
 
 
 @dataclass
@@ -143,9 +140,15 @@ class Ops(ABC):
 
     @abstractmethod
     def replay_routes(
-        self, current: Tensor, tables: tuple[Tensor, Tensor], layer: int, ids: Tensor, weights: Tensor
+        self,
+        current: Tensor,
+        tables: tuple[Tensor, Tensor],
+        layer: int,
+        ids: Tensor,
+        weights: Tensor,
+        words: Tensor | None,
     ) -> None:
-        """Recorded ids and weights ([rows, layers, k]) in place of the router's."""
+        """Recorded ids and weights ([rows, layers, k]) in place of the router's; the ids also go to `words`."""
 
     @abstractmethod
     def replay_predictions(self, current: Tensor, table: Tensor, first: int, predicted: Tensor) -> None:
@@ -156,6 +159,15 @@ class Ops(ABC):
         self, current: Tensor, ids: Tensor, words: Tensor, rows: Tensor | None = None, host_rows: Tensor | None = None
     ) -> None:
         """Ids to host memory, each tagged with the step's number; before them the experts' input, if it is given."""
+
+    @abstractmethod
+    def take_plan(
+        self, current: Tensor, ready: Tensor | None, host: tuple[Tensor, Tensor | None], here: tuple[Tensor, Tensor]
+    ) -> None:
+        """A plan int64 [groups, ENTRY] and the items int64 [items] it lists, if given, come from host memory.
+
+        With `ready` int32 [1], in host memory too, once it is the step's number.
+        """
 
     @abstractmethod
     def plan_resident(self, ids: Tensor, addresses: Tensor, layer: int, plan: Tensor, listed: Tensor) -> None:

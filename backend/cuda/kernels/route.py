@@ -53,17 +53,26 @@ def replay_routes(
     table_weights: tl.tensor,
     ids: tl.tensor,
     weights: tl.tensor,
+    words: tl.tensor,
     LAYER: int,
     LAYERS: tl.constexpr,
     K: tl.constexpr,
     K_UP: tl.constexpr,
+    TELL: tl.constexpr,
 ) -> None:
-    """Program (row): ids and weights of this layer become the recorded ones; tables [rows, LAYERS, K]."""
+    """Program (row): ids and weights of this layer become the recorded ones; tables [rows, LAYERS, K].
+
+    TELL: as for `top_k`.
+    """
     row = tl.program_id(0)
     ranks = tl.arange(0, K_UP)
     inside = ranks < K
     start = ((tl.load(current + 2) + row).to(tl.int64) * LAYERS + LAYER) * K
-    tl.store(ids + row * K + ranks, tl.load(table_ids + start + ranks, mask=inside, other=0).to(tl.int64), mask=inside)
+    found = tl.load(table_ids + start + ranks, mask=inside, other=0).to(tl.int32)
+    tl.store(ids + row * K + ranks, found.to(tl.int64), mask=inside)
+    if TELL:
+        tag = (tl.load(current) & 0x7FFF) << 16
+        tl.store(words + row * K + ranks, tag | (found & 0xFFFF), mask=inside)
     chances = tl.load(table_weights + start + ranks, mask=inside, other=0.0).to(tl.float32)
     tl.store(weights + row * K + ranks, chances, mask=inside)
 
@@ -126,6 +135,41 @@ def publish(
     at = tl.arange(0, IDS_UP)
     found = tl.load(ids + at, mask=at < IDS, other=0).to(tl.int32) & 0xFFFF
     tl.store(words + at, ((number & 0x7FFF) << 16) | found, mask=at < IDS)
+
+
+@triton.jit(do_not_specialize=["WORDS", "ITEMS"])
+def take_plan(
+    current: tl.tensor,
+    ready: tl.tensor,
+    plan: tl.tensor,
+    items: tl.tensor,
+    plan_here: tl.tensor,
+    items_here: tl.tensor,
+    WORDS: int,
+    ITEMS: int,
+    WORDS_UP: tl.constexpr,
+    ITEMS_UP: tl.constexpr,
+    WAIT: tl.constexpr,
+    FENCE: tl.constexpr,
+) -> None:
+    """One program: a plan int64 [WORDS] and items [ITEMS] move from host memory to where many programs read them.
+
+    WAIT: once the host's word `ready` [1] is the step's number.
+    """
+    at, it = tl.arange(0, WORDS_UP), tl.arange(0, ITEMS_UP)
+    inside, listed = at < WORDS, it < ITEMS
+    if WAIT:
+        number = tl.load(current)
+        seen = tl.load(ready, volatile=True)
+        while seen != number:
+            seen = tl.load(ready, volatile=True)
+        if FENCE:  # what is loaded below depends on what comes out of the fence
+            seen = tl.inline_asm_elementwise(
+                "fence.acq_rel.sys; mov.b32 $0, $1;", "=r,r", [seen], dtype=tl.int32, is_pure=False, pack=1
+            )
+        inside, listed = inside & (seen + 0 * at == number), listed & (seen + 0 * it == number)
+    tl.store(items_here + it, tl.load(items + it, mask=listed, other=0, volatile=True), mask=listed)
+    tl.store(plan_here + at, tl.load(plan + at, mask=inside, other=0, volatile=True), mask=inside)
 
 
 @triton.jit(do_not_specialize=["LAYER", "N_ITEMS"])

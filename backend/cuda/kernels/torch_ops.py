@@ -140,11 +140,19 @@ class TorchOps(Ops):
             self.publish(current, ids, words)
 
     def replay_routes(  # noqa: D102
-        self, current: Tensor, tables: tuple[Tensor, Tensor], layer: int, ids: Tensor, weights: Tensor
+        self,
+        current: Tensor,
+        tables: tuple[Tensor, Tensor],
+        layer: int,
+        ids: Tensor,
+        weights: Tensor,
+        words: Tensor | None,
     ) -> None:
         at = int(current[2])
         ids.copy_(tables[0][at : at + len(ids), layer])
         weights.copy_(tables[1][at : at + len(ids), layer])
+        if words is not None:
+            self.publish(current, ids, words)
 
     def replay_predictions(self, current: Tensor, table: Tensor, first: int, predicted: Tensor) -> None:  # noqa: D102
         at = int(current[2])
@@ -159,6 +167,15 @@ class TorchOps(Ops):
             host_rows.copy_(rows)
         words.copy_((int(current[0]) & TAG) << 16 | (ids.reshape(-1) & 0xFFFF))
 
+    def take_plan(  # noqa: D102
+        self, current: Tensor, ready: Tensor | None, host: tuple[Tensor, Tensor | None], here: tuple[Tensor, Tensor]
+    ) -> None:
+        while ready is not None and int(ready) != int(current[0]):
+            time.sleep(1e-5)
+        here[0][: len(host[0])] = host[0]
+        if host[1] is not None:
+            here[1][: len(host[1])] = host[1]
+
     def plan_resident(self, ids: Tensor, addresses: Tensor, layer: int, plan: Tensor, listed: Tensor) -> None:  # noqa: D102
         flat, at = ids.reshape(-1).tolist(), 0
         plan[: len(flat)] = 0
@@ -171,7 +188,6 @@ class TorchOps(Ops):
             at += len(same)
 
     def experts(self, layout: BlockLayout, k: int, x: Tensor, buffers: ExpertBuffers) -> None:  # noqa: D102
-        buffers.plan_mirror[: len(buffers.plan)] = buffers.plan
         for address, first, count, _ in buffers.plan.tolist():
             if not address:
                 continue

@@ -193,12 +193,28 @@ class TritonOps(Ops):
         )
 
     def replay_routes(  # noqa: D102
-        self, current: Tensor, tables: tuple[Tensor, Tensor], layer: int, ids: Tensor, weights: Tensor
+        self,
+        current: Tensor,
+        tables: tuple[Tensor, Tensor],
+        layer: int,
+        ids: Tensor,
+        weights: Tensor,
+        words: Tensor | None,
     ) -> None:
         n, k = ids.shape
-        layers = tables[0].shape[1]
         route.replay_routes[(n,)](
-            current, *tables, ids, weights, LAYER=layer, LAYERS=layers, K=k, K_UP=power_of_two(k), num_warps=1, **BUILD
+            current,
+            *tables,
+            ids,
+            weights,
+            current if words is None else words,
+            LAYER=layer,
+            LAYERS=tables[0].shape[1],
+            K=k,
+            K_UP=power_of_two(k),
+            TELL=words is not None,
+            num_warps=1,
+            **BUILD,
         )
 
     def replay_predictions(self, current: Tensor, table: Tensor, first: int, predicted: Tensor) -> None:  # noqa: D102
@@ -236,6 +252,27 @@ class TritonOps(Ops):
             **BUILD,
         )
 
+    def take_plan(  # noqa: D102
+        self, current: Tensor, ready: Tensor | None, host: tuple[Tensor, Tensor | None], here: tuple[Tensor, Tensor]
+    ) -> None:
+        plan, listed = host
+        items = 0 if listed is None else listed.numel()
+        route.take_plan[(1,)](
+            current,
+            current if ready is None else ready,
+            plan,
+            plan if listed is None else listed,
+            *here,
+            WORDS=plan.numel(),
+            ITEMS=items,
+            WORDS_UP=power_of_two(plan.numel()),
+            ITEMS_UP=power_of_two(max(1, items)),
+            WAIT=ready is not None,
+            FENCE=self._fence,
+            num_warps=1,
+            **BUILD,
+        )
+
     def plan_resident(self, ids: Tensor, addresses: Tensor, layer: int, plan: Tensor, listed: Tensor) -> None:  # noqa: D102
         route.plan_resident[(1,)](
             ids,
@@ -259,9 +296,7 @@ class TritonOps(Ops):
         gate, up, last = layout.gate, layout.up, layout.down
         experts.gate_up[(groups, _tiles(layout.width, ROWS))](
             buffers.plan,
-            buffers.plan_mirror,
             buffers.listed,
-            buffers.listed_mirror,
             x,
             buffers.mid,
             K=k,
@@ -283,8 +318,8 @@ class TritonOps(Ops):
             **build,
         )
         experts.down[(groups, _tiles(layout.hidden, ROWS))](
-            buffers.plan_mirror,
-            buffers.listed_mirror,
+            buffers.plan,
+            buffers.listed,
             buffers.mid,
             buffers.out,
             HIDDEN=layout.hidden,

@@ -3,6 +3,7 @@
 #include "issue.h"
 
 #include <pthread.h>
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -30,7 +31,11 @@ struct fc_link {
     pthread_mutex_t lock;
     pthread_cond_t work;
     pthread_t thread;
-    int threaded, stopped, error, device, spins;
+    int threaded, stopped, error, device, spins, driven;
+#if defined(__linux__)
+    cpu_set_t roamed; /* where the driving thread may be otherwise */
+#endif
+    int at_home;
     void *copies;
     int64_t phase, issued;
     flight flying[FLYING];
@@ -147,9 +152,9 @@ static void *serve(void *given) {
     link->rt.set_device(link->device);
     pthread_mutex_lock(&link->lock);
     for (;;) {
-        if (link->brain.next) pump(link);
+        if (link->brain.next && !link->driven) pump(link);
         if (link->stopped && (!link->count || link->error)) break;
-        if (!link->count || link->error) {
+        if (!link->count || link->error || link->driven) {
             pthread_cond_wait(&link->work, &link->lock);
         } else {
             pthread_mutex_unlock(&link->lock);
@@ -202,7 +207,7 @@ void fc_lock(fc_link *link) { pthread_mutex_lock(&link->lock); }
 /* Issue what may be issued, and wake the thread to watch over it (lock held). */
 static void kick(fc_link *link) {
     pump(link);
-    if (link->count) pthread_cond_signal(&link->work);
+    if (link->count && !link->driven) pthread_cond_signal(&link->work);
 }
 
 int fc_unlock(fc_link *link, int kicked) {
@@ -323,14 +328,82 @@ int fc_launch(fc_link *link, void *exec, void *compute) {
     return failed(link, link->rt.graph_launch(exec, compute));
 }
 
-int fc_await(const int32_t *words, int64_t n, int32_t tag, int64_t timeout_ns) {
+int64_t fc_now(void) { return now_ns(); }
+
+/* Keep the calling thread on a core, or let it go again (lock held). Where the system refuses it roams. */
+static void stay(fc_link *link, int64_t home) {
+#if defined(__linux__)
+    if (home >= 0 && !link->at_home) {
+        cpu_set_t here;
+        CPU_ZERO(&here);
+        CPU_SET((int)home, &here);
+        if (sched_getaffinity(0, sizeof link->roamed, &link->roamed)) return;
+        link->at_home = sched_setaffinity(0, sizeof here, &here) == 0;
+    } else if (home < 0 && link->at_home) {
+        sched_setaffinity(0, sizeof link->roamed, &link->roamed);
+        link->at_home = 0;
+    }
+#else
+    (void)link, (void)home;
+#endif
+}
+
+int64_t fc_drive(fc_link *link, int64_t on, int64_t home) {
+    pthread_mutex_lock(&link->lock);
+    link->driven = on != 0;
+    stay(link, on ? home : -1);
+    if (!on && link->brain.next) kick(link);
+    int error = link->error;
+    pthread_mutex_unlock(&link->lock);
+    return error;
+}
+
+int64_t fc_take(fc_link *link) { return pthread_mutex_lock(&link->lock); }
+
+int64_t fc_let(fc_link *link) { return pthread_mutex_unlock(&link->lock); }
+
+int64_t fc_serve(fc_link *link) {
+    pthread_mutex_lock(&link->lock);
+    kick(link);
+    int error = link->error;
+    pthread_mutex_unlock(&link->lock);
+    return error;
+}
+
+/* One look at the link and a short rest, for who waits for something else. */
+static void meanwhile(fc_link *link) {
+    if (link->count) fc_serve(link);
+    if (link->spins)
+        for (int i = 0; i < 16; i++) RELAX();
+    else
+        sched_yield();
+}
+
+int64_t fc_told(fc_link *link, const int32_t *words, int64_t n, int64_t tag, int64_t timeout_ns) {
     int64_t until = now_ns() + timeout_ns, at = 0;
     for (int spin = 0;; spin++) {
         while (at < n && __atomic_load_n(words + at, __ATOMIC_ACQUIRE) >> 16 == tag) at++;
         if (at == n) return 1;
-        RELAX();
-        if (spin % 4096 == 4095 && now_ns() > until) return 0;
+        if (spin % 256 == 255 && now_ns() > until) return 0;
+        meanwhile(link);
     }
+}
+
+int64_t fc_ready(int32_t *word, int64_t number) {
+    __atomic_store_n(word, (int32_t)number, __ATOMIC_RELEASE);
+    return 0;
+}
+
+int64_t fc_launch_now(fc_link *link, void *exec, void *compute) { return fc_launch(link, exec, compute); }
+
+int64_t fc_issue(fc_link *link, const fc_step *step) { return fc_run(link, step); }
+
+int64_t fc_landed(fc_link *link, const int64_t *keys, int64_t n) { return fc_wait_landed(link, keys, n); }
+
+int64_t fc_computed(fc_link *link, fl_pool *pool, int64_t ticket, int64_t span[2]) {
+    while (link->spins && !fl_done(pool, ticket)) meanwhile(link);
+    fl_wait(pool, ticket, span);
+    return link->error;
 }
 
 /* Wait until one of the late experts that are not `taken` is issued; its number, and its slot. -1: error. */

@@ -2,7 +2,8 @@
  *
  * The brain decides: its compiled queue functions are called here, under the lock, by whichever thread is at hand. A
  * thread of the link's own reports copies that have landed and issues the next ones; the decoding thread does the same
- * at once whenever it lets go of the lock. At most the brain's window of copies is in the copy stream.
+ * at once whenever it lets go of the lock, and while it drives the link (`fc_drive`) it alone: wherever it waits here.
+ * At most the brain's window of copies is in the copy stream.
  *
  * A copy into a slot waits (on the device) for a mark in the compute stream behind the last kernels that read the slot;
  * kernels wait for the event of the copy. Errors are CUDA's codes, or FC_ codes; the first stays. */
@@ -11,6 +12,8 @@
 
 #include <stddef.h>
 #include <stdint.h>
+
+#include "native.h"
 
 #define FC_API __attribute__((visibility("default")))
 
@@ -90,8 +93,21 @@ FC_API int fc_slot_used(fc_link *link, const int32_t *slots, int64_t n, void *co
 FC_API int fc_instantiate(fc_link *link, void *graph, void **exec);
 FC_API void fc_drop_graph(fc_link *link, void *exec);
 FC_API int fc_launch(fc_link *link, void *exec, void *compute);
-/* Spins until the upper 16 bits of all words are `tag` (1), or the time is over (0). */
-FC_API int fc_await(const int32_t *words, int64_t n, int32_t tag, int64_t timeout_ns);
 FC_API int fc_run(fc_link *link, const fc_step *step);
+
+/* For the decoding thread's compiled loop, which calls by address: all numbers are int64. */
+FC_API int64_t fc_now(void); /* nanoseconds of the monotonic clock */
+/* The calling thread serves the link (on), or its own thread does again; `home` >= 0: it stays on that core meanwhile. */
+FC_API int64_t fc_drive(fc_link *link, int64_t on, int64_t home);
+FC_API int64_t fc_take(fc_link *link); /* the lock */
+FC_API int64_t fc_let(fc_link *link);
+FC_API int64_t fc_serve(fc_link *link); /* reports what has landed, issues what may be issued; the error */
+/* Waits until the upper 16 bits of all words are `tag` (1), or the time is over (0). */
+FC_API int64_t fc_told(fc_link *link, const int32_t *words, int64_t n, int64_t tag, int64_t timeout_ns);
+FC_API int64_t fc_ready(int32_t *word, int64_t number); /* stores it behind everything before */
+FC_API int64_t fc_launch_now(fc_link *link, void *exec, void *compute);
+FC_API int64_t fc_issue(fc_link *link, const fc_step *step); /* `fc_run` */
+FC_API int64_t fc_landed(fc_link *link, const int64_t *keys, int64_t n);
+FC_API int64_t fc_computed(fc_link *link, fl_pool *pool, int64_t ticket, int64_t span[2]); /* waits as `fl_wait` does */
 
 #endif

@@ -61,7 +61,9 @@ merge = {"HEADS": 32, "DIM": 128, "DIMS": 128, "CHUNKS_UP": 32, "USED": 32, "BLO
 build("attend_merge", attention.attend_merge, "fffbib", **merge)
 top = {"EXPERTS": 128, "EXPERTS_UP": 128, "K": 8, "K_UP": 8, "NORMALISE": True, "TELL": True}
 build("top_k", route.top_k, "flfii", 1, **top)
-build("replay_routes", route.replay_routes, "isflf", 1, LAYER=3, LAYERS=48, K=8, K_UP=8)
+build("replay_routes", route.replay_routes, "isflfi", 1, LAYER=3, LAYERS=48, K=8, K_UP=8, TELL=True)
+taken = {"WORDS": 36, "WORDS_UP": 64, "ITEMS": 9, "ITEMS_UP": 16, "WAIT": True, "FENCE": True}
+build("take_plan", route.take_plan, "iillll", 1, **taken)
 guess = {"TABLE_ROWS": 1000, "FIRST": 3, "LAYERS": 48, "STORED": 16, "WIDTH": 8, "WIDTH_UP": 8}
 build("replay_predictions", route.replay_predictions, "isl", 1, **guess)
 told = {"IDS": 8, "IDS_UP": 8, "COLS": 1024, "FENCE": True}
@@ -89,7 +91,7 @@ for format_, halves in (("bfloat16", 4), ("float32", 8), ("fp8", 2), ("int8", 2)
     }
     for activation, bias in (("silu", -1), ("swiglu_oai", 16)):
         build(
-            f"gate_up {format_} {activation}", experts.gate_up, "llllbf",
+            f"gate_up {format_} {activation}", experts.gate_up, "llbf",
             ACTIVATION=activation, GATE_BIAS=bias, UP_BIAS=bias, **both, **block, **ROW,
         )  # fmt: skip
     build(f"down {format_}", experts.down, "llff", DOWN=2 * SIZE * row, SCALES=scales, BIAS=-1, **block, **ROW)

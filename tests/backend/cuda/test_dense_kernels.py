@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from foreload.backend.cuda.buffers import host_tensor
 from foreload.backend.cuda.kernels.ops import AttentionScratch, Ops, chunk_tokens, power_of_two
 from foreload.backend.cuda.kernels.torch_ops import TorchOps
 
@@ -158,13 +159,18 @@ def test_embed_replay_and_publish(generator: torch.Generator) -> None:
         x = torch.empty(2, 24, device=device)
         ops.embed(given, now, table.to(device), x)
         ids, weights = torch.zeros(2, 2, dtype=torch.int64, device=device), torch.zeros(2, 2, device=device)
-        ops.replay_routes(now, (ids_table.to(device), weights_table.to(device)), 1, ids, weights)
+        tables = (ids_table.to(device), weights_table.to(device))
+        told = torch.zeros(4, dtype=torch.int32, device=device)
+        ops.replay_routes(now, tables, 1, ids, weights, None)
+        assert not told.any()
+        ops.replay_routes(now, tables, 1, ids, weights, told)
         predicted = torch.zeros(2, 2, 3, dtype=torch.int64, device=device)
         ops.replay_predictions(now, guesses.to(device), 1, predicted)
         words, more = (torch.zeros(count, dtype=torch.int32, device=device) for count in (4, 12))
         rows = torch.zeros(2, 24, device=device)
         ops.publish(now, ids, words, x, rows)
         ops.publish(now, predicted, more)
+        assert torch.equal(told, words)
         results.append([t.cpu() for t in (now, x, ids, weights, predicted, words, rows, more)])
     for expected, found in zip(*results, strict=True):
         assert torch.equal(found, expected)
@@ -177,6 +183,26 @@ def test_embed_replay_and_publish(generator: torch.Generator) -> None:
     assert (words >> 16).tolist() == [5] * 4
     assert (words & 0xFFFF).tolist() == ids.reshape(-1).tolist()
     assert (more & 0xFFFF).to(torch.int16).tolist() == predicted.reshape(-1).tolist()
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("ops", [REFERENCE, OPS])
+def test_a_plan_is_taken_once_it_is_ready(ops: Ops) -> None:
+    """Only what is planned changes; without `ready` nothing is waited for, and without items none are taken."""
+    device = torch.device("cpu") if ops is REFERENCE else DEVICE
+    number, plan, listed = current(0).to(device), torch.arange(12).view(3, 4) + 5, torch.tensor([2, 0, 1])
+    host = [host_tensor(tuple(t.shape), t.dtype, device).copy_(t) for t in (plan, listed)]
+    here = torch.full((4, 4), -1, device=device), torch.full((5,), -1, device=device)
+    ready = host_tensor((1,), torch.int32, device)
+    ready[0] = int(number[0])
+    ops.take_plan(number, ready, (host[0], host[1]), (here[0], here[1]))
+    assert here[0].tolist() == [*plan.tolist(), [-1] * 4]
+    assert here[1].tolist() == [2, 0, 1, -1, -1]
+    host[0][0] = 77
+    ready[0] = 0
+    ops.take_plan(number, None, (host[0][:1], None), (here[0], here[1]))
+    assert here[0].tolist() == [[77] * 4, *plan[1:].tolist(), [-1] * 4]
+    assert here[1].tolist() == [2, 0, 1, -1, -1]
 
 
 @pytest.mark.unit

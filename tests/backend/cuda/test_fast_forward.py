@@ -31,12 +31,12 @@ MakeEngine = Callable[..., Engine]
 
 @pytest.fixture
 def fast(make_engine: MakeEngine) -> Iterator[MakeEngine]:
-    """Engines on the played device; keywords as for `make_engine`, and `seed`."""
+    """Engines on the played device; keywords as for `make_engine`, `seed`, and whether freed slots are poisoned."""
     devices: list[tuple[Engine, FakeDevice]] = []
 
-    def make(settings: Settings, seed: int = 0, **options: Any) -> Engine:
+    def make(settings: Settings, seed: int = 0, poison: bool = False, **options: Any) -> Engine:
         engine = make_engine(settings, **options)
-        devices.append((engine, accelerate(engine, seed)))
+        devices.append((engine, accelerate(engine, seed, poison)))
         return engine
 
     yield make
@@ -82,13 +82,16 @@ FETCH_ONLY: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.integration
+@pytest.mark.parametrize("poison", [False, True])
 @pytest.mark.parametrize("name", FETCH_ONLY)
-def test_bits_do_not_depend_on_what_is_resident(make_engine: MakeEngine, fast: MakeEngine, name: str) -> None:
+def test_bits_do_not_depend_on_what_is_resident(
+    make_engine: MakeEngine, fast: MakeEngine, name: str, poison: bool
+) -> None:
     settings = Settings.parse(FETCH_ONLY[name])
     whole = Settings(cache_ratio=1.0, draft=settings.draft, expert_format=settings.expert_format)
     plain_tokens, plain = decoded(make_engine(whole))
     resident_tokens, resident = decoded(fast(whole, seed=1))
-    engine = fast(settings, seed=len(name))
+    engine = fast(settings, seed=len(name), poison=poison)
     tokens, logits = decoded(engine)
     assert tokens == resident_tokens == plain_tokens
     assert len(logits) == len(resident) == len(plain)
@@ -226,7 +229,7 @@ def test_settings_change_while_decoding(fast: MakeEngine) -> None:
 @pytest.mark.integration
 def test_a_copy_that_never_happens_shows(fast: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Freed slots hold NaN, so that the comparisons above can fail."""
-    engine = fast(Settings(cache_ratio=0.0))
+    engine = fast(Settings(cache_ratio=0.0), poison=True)
     engine.generate(PROMPT, 3, stop=False)
     monkeypatch.setattr("ctypes.memmove", lambda *_: None)
     _, logits = decoded(engine)

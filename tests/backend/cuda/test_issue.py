@@ -283,10 +283,10 @@ def test_errors_are_named(bench: Bench, function: str) -> None:
 @pytest.mark.unit
 def test_words_are_awaited(bench: Bench) -> None:
     words = np.array([7 << 16 | 3, 7 << 16 | 0xFFFF, 6 << 16], np.int32)
-    assert bench.issuer.awaited(words.ctypes.data, 2, 7, 0)
-    assert not bench.issuer.awaited(words.ctypes.data, 3, 7, 1_000_000)
+    assert bench.issuer.told(words.ctypes.data, 2, 7, 0)
+    assert not bench.issuer.told(words.ctypes.data, 3, 7, 1_000_000)
     words[2] = 7 << 16 | 1
-    assert bench.issuer.awaited(words.ctypes.data, 3, 7, 0)
+    assert bench.issuer.told(words.ctypes.data, 3, 7, 0)
 
 
 @pytest.mark.unit

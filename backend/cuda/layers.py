@@ -1,0 +1,296 @@
+"""The host's side of a decode step, compiled: from what each layer tells to the brain's decision and the launches.
+
+Python's lock is let go for the whole step; the native library and the CPU experts are called by address.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import types as numba_types
+from numba.extending import intrinsic as numba_intrinsic
+from numpy.typing import NDArray
+
+from foreload.backend import policy
+from foreload.backend.cuda.plan import merge_told, sort_demand, write_plan
+from foreload.backend.policy.rules import Rules
+from foreload.backend.policy.split import SplitCosts
+from foreload.backend.policy.state import PolicyState
+from foreload.backend.policy.step import ACT_CPU, demand, finish, prefetch
+from foreload.compiled import drop_stale_caches, uncounted, unlocked
+
+# numba's own annotations do not cover what is used here.
+ir: Any = import_module("llvmlite.ir")
+types: Any = numba_types
+intrinsic: Any = numba_intrinsic
+
+drop_stale_caches(Path(__file__).parent, Path(policy.__file__).parent)
+
+BEGUN, ROUTED, GUESSED, CHOSEN, PLANNED, SUBMITTED, ISSUED, LAUNCHED, COMPUTED, ENTERED, ENDED = range(11)
+CPU_BEGUN, CPU_ENDED, ON_CPU = 11, 12, 13
+N_TIMES = 14
+"""Columns of `Host.times`: when each part of a layer-step was done, and how many experts the CPU had from when to when.
+
+COMPUTED and ENTERED are 0 where it had none."""
+NO_TICKET = -9
+
+DONE, UNTOLD, NO_SLOT, FAILED = 0, 1, 2, 3
+"""`Host.outcome`: all layers are done; a layer did not tell in time; the demand found no staging slot; CUDA's error."""
+TAG = 0x7FFF
+
+
+class Native(NamedTuple):
+    """Addresses: functions of the native library, and what they are called with."""
+
+    now: int
+    told: int
+    ready: int
+    serve: int
+    take: int
+    let: int
+    issue: int
+    landed: int
+    launch: int
+    submit: int
+    computed: int
+    link: int
+    pool: int  # of CPU workers; 0: there are none
+    stream: int
+
+
+class Graphs(NamedTuple):
+    """What a step launches: see `Program`."""
+
+    enter: NDArray[np.uint64]  # [L + 1]
+    planned: NDArray[np.uint64]  # [L], 0 where what enters a layer runs its plan
+    waves: NDArray[np.uint64]  # [L, items]
+
+
+class Host(NamedTuple):
+    """Memory of the host's side; L layers, E experts, at most `items` items."""
+
+    words: NDArray[np.int32]  # [L, items] ids as the device tells them
+    guesses: NDArray[np.int32]  # [L, words]
+    ready: NDArray[np.int32]  # [L]
+    plan: NDArray[np.int64]  # [items, ENTRY]
+    listed: NDArray[np.int64]  # [items]
+    on_host: NDArray[np.int64]  # [items]
+    targets: NDArray[np.int64]  # [slots] device addresses
+    used: NDArray[np.int32]  # [items] slots
+    late: NDArray[np.int64]  # [3, items]: keys, firsts, counts
+    step: NDArray[np.int64]  # `fc_step` as words
+    blocks: NDArray[np.int64]  # [L, E] host addresses of experts
+    layouts: NDArray[np.int64]  # [L] addresses of `fl_layout`
+    work: NDArray[np.int32]  # `fl_work` as words; it points to the four below
+    cpu_blocks: NDArray[np.int64]  # [items]
+    cpu_first: NDArray[np.int32]  # [items + 1]
+    cpu_rows: NDArray[np.int32]  # [items]
+    cpu_out: NDArray[np.int32]  # [items]
+    experts: NDArray[np.int32]  # [items] of the demand
+    counts: NDArray[np.int32]  # [items]
+    places: NDArray[np.int64]  # [items]
+    actions: NDArray[np.int8]  # [items]
+    found: NDArray[np.int32]  # [E] predictions
+    scratch: NDArray[np.int32]  # [2, E]
+    times: NDArray[np.int64]  # [L, N_TIMES] nanoseconds
+    outcome: NDArray[np.int64]  # [2]: which; with FAILED CUDA's error, with DONE the last layer's distinct experts
+
+
+class Chosen(NamedTuple):
+    """Demands in place of what is told, for probes; with `on` 0 nothing of it is read. P: most predictions."""
+
+    on: int
+    distinct: NDArray[np.int32]  # [L]
+    items: NDArray[np.int32]  # [L]
+    experts: NDArray[np.int32]  # [L, items]
+    counts: NDArray[np.int32]  # [L, items]
+    places: NDArray[np.int64]  # [L, items]
+    predicted: NDArray[np.int32]  # [L, depths, P]
+    predictions: NDArray[np.int32]  # [L, depths] how many there are
+    wait_ns: NDArray[np.int64]  # [L] waited before a layer-step is planned
+
+
+class Step(NamedTuple):
+    """Numbers of a step."""
+
+    number: int
+    rows: int
+    top_k: int
+    depth: int
+    width: int
+    patience_ns: int
+    ends: int  # 1: layer-steps end here
+    whole: int  # 1: the step is one launch, the brain only hears of it
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _call(context: Any, address: Any, arguments: Any) -> Any:
+    """Call the C function int64 (*)(int64, ...) at an address with a tuple of whole numbers."""
+    kinds = list(arguments)
+
+    def build(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        word = ir.IntType(64)
+        function = ir.FunctionType(word, [word] * len(kinds))
+        given = [
+            context.cast(builder, builder.extract_value(values[1], at), kind, types.int64)
+            for at, kind in enumerate(kinds)
+        ]
+        return builder.call(builder.inttoptr(values[0], function.as_pointer()), given)
+
+    return types.int64(types.int64, arguments), build
+
+
+@uncounted
+def _stopped(n: Native, h: Host, step: Step, at: int, outcome: int, error: int) -> int:
+    """Stop at a layer. Once it has told, the device must not wait for its plan for ever: it gets an empty one."""
+    h.outcome[0], h.outcome[1] = outcome, error
+    if outcome != UNTOLD:
+        h.plan[:, 0] = 0
+        _call(n.ready, (h.ready[at:].ctypes.data, step.number))
+    return at
+
+
+@uncounted
+def _choose(h: Host, c: Chosen, step: Step, at: int) -> tuple[int, int]:
+    """Enter the demand of a layer-step into `h`; how many distinct experts and items there are."""
+    if not c.on:
+        items = step.rows * step.top_k
+        return sort_demand(h.words[at, :items], h.experts, h.counts, h.places, h.scratch[0]), items
+    for i in range(c.distinct[at]):
+        h.experts[i], h.counts[i] = c.experts[at, i], c.counts[at, i]
+    for i in range(c.items[at]):
+        h.places[i] = c.places[at, i]
+    return c.distinct[at], c.items[at]
+
+
+@uncounted
+def _prefetch(h: Host, c: Chosen, step: Step, state: PolicyState, rules: Rules, at: int, ahead: int) -> None:
+    """Tell the brain what is predicted for a later layer."""
+    if c.on:
+        if ahead < c.predictions.shape[1]:
+            prefetch(state, rules, at + 1 + ahead, c.predicted[at, ahead, : c.predictions[at, ahead]])
+        return
+    size = step.rows * step.width
+    n = merge_told(h.guesses[at, ahead * size : (ahead + 1) * size], step.rows, h.found, h.scratch)
+    prefetch(state, rules, at + 1 + ahead, h.found[:n])
+
+
+@uncounted
+def _submit(n: Native, h: Host, step: Step, at: int, distinct: int) -> int:
+    """Hand the CPU its experts; the ticket, NO_TICKET if it has none, or an error (below 0).
+
+    Outputs go where `combine` reads them.
+    """
+    experts, pair, first = 0, 0, 0
+    for i in range(distinct):
+        if h.actions[i] == ACT_CPU:
+            h.cpu_blocks[experts] = h.blocks[at, h.experts[i]]
+            experts += 1
+            for place in h.places[first : first + h.counts[i]]:
+                h.cpu_rows[pair], h.cpu_out[pair] = place // step.top_k, place
+                pair += 1
+            h.cpu_first[experts] = pair
+        first += h.counts[i]
+    h.times[at, ON_CPU] = experts
+    if not experts:
+        return NO_TICKET
+    h.work[0] = experts
+    ticket: int = _call(n.submit, (n.pool, h.layouts[at], h.work.ctypes.data))
+    return ticket
+
+
+@uncounted
+def _told(n: Native, h: Host, c: Chosen, step: Step, at: int, depth: int) -> bool:
+    """Wait for a layer's routing and predictions; False if they do not come in time."""
+    t, tag = h.times[at], step.number & TAG
+    t[BEGUN] = _call(n.now, (0,))
+    if not _call(n.told, (n.link, h.words[at].ctypes.data, step.rows * step.top_k, tag, step.patience_ns)):
+        return False
+    t[ROUTED] = t[GUESSED] = _call(n.now, (0,))
+    if depth:
+        words = depth * step.rows * step.width
+        if not _call(n.told, (n.link, h.guesses[at].ctypes.data, words, tag, step.patience_ns)):
+            return False
+        t[GUESSED] = _call(n.now, (0,))
+    t[CHOSEN] = t[GUESSED]
+    while c.on and c.wait_ns[at] and t[CHOSEN] < t[GUESSED] + c.wait_ns[at]:
+        t[CHOSEN] = _call(n.now, (0,))
+    return True
+
+
+@uncounted
+def _launch(n: Native, g: Graphs, h: Host, at: int, n_used: int, n_late: int, then: int) -> int:
+    """Launch what waits for copies, and behind it `then` (0: nothing); the error."""
+    h.step[0], h.step[1], h.step[2] = n.stream, g.planned[at], g.waves[at].ctypes.data
+    h.step[7], h.step[9], h.step[10] = n_late, n_used, then
+    error: int = _call(n.issue, (n.link, h.step.ctypes.data))
+    return error
+
+
+@unlocked
+def run_layers(
+    first: int,
+    last: int,
+    step: Step,
+    n: Native,
+    g: Graphs,
+    h: Host,
+    c: Chosen,
+    state: PolicyState,
+    rules: Rules,
+    costs: SplitCosts,
+) -> int:
+    """The layer-steps `first` .. `last` - 1; returns the layer it stopped at (`last`: none), `h.outcome` says why."""
+    layers = len(h.ready)
+    for at in range(first, last):
+        t, depth = h.times[at], min(step.depth, layers - 1 - at)
+        if not _told(n, h, c, step, at, 0 if step.whole else depth):
+            return _stopped(n, h, step, at, UNTOLD, 0)
+        distinct, items = _choose(h, c, step, at)
+        experts, counts, actions = h.experts[:distinct], h.counts[:distinct], h.actions[:distinct]
+        _call(n.take, (n.link,))
+        room = demand(state, rules, at, experts, counts, costs, actions)
+        if step.whole:
+            finish(state, rules, at, experts, actions, costs)
+        else:
+            for ahead in range(depth):
+                _prefetch(h, c, step, state, rules, at, ahead)
+        _call(n.let, (n.link,))
+        if not room:
+            return _stopped(n, h, step, at, NO_SLOT, 0)
+        if step.whole:
+            continue
+        n_used, n_late = write_plan(
+            experts, counts, h.places[:items], actions, at * state.status.shape[1], state.slot[at], h.targets,
+            h.plan[: step.rows * step.top_k], h.listed, h.on_host, h.used, h.late,
+        )  # fmt: skip
+        _call(n.ready, (h.ready[at:].ctypes.data, step.number))
+        t[PLANNED] = _call(n.now, (0,))
+        ticket = _submit(n, h, step, at, distinct)
+        t[SUBMITTED] = _call(n.now, (0,))
+        error = _call(n.serve, (n.link,))
+        t[ISSUED] = _call(n.now, (0,))
+        then = g.enter[at + 1]
+        error = error or _launch(n, g, h, at, n_used, n_late, 0 if ticket >= 0 else then)
+        t[LAUNCHED] = _call(n.now, (0,))
+        t[COMPUTED] = t[ENTERED] = 0
+        if ticket >= 0:
+            error = error or _call(n.computed, (n.link, n.pool, ticket, t[CPU_BEGUN:].ctypes.data))
+            t[COMPUTED] = _call(n.now, (0,))
+            error = error or _call(n.launch, (n.link, then, n.stream))
+            t[ENTERED] = _call(n.now, (0,))
+        if step.ends:
+            error = error or _call(n.landed, (n.link, h.late.ctypes.data, n_late))
+            _call(n.take, (n.link,))
+            finish(state, rules, at, experts, actions, costs)
+            _call(n.let, (n.link,))
+            error = error or _call(n.serve, (n.link,))
+        t[ENDED] = _call(n.now, (0,))
+        h.outcome[1] = distinct
+        if error or (ticket < 0 and ticket != NO_TICKET):
+            return _stopped(n, h, step, at, FAILED, error)
+    h.outcome[0] = DONE
+    return last
