@@ -10,9 +10,9 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from foreload.backend.copied import copied_bytes
 from foreload.backend.engine import Engine
 from foreload.backend.policy import Counter
+from foreload.backend.policy.copied import copied_bytes
 from foreload.backend.policy.state import DECODE
 from foreload.backend.sampling import Sampling
 from foreload.errors import MismatchError

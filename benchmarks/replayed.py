@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from foreload.backend.cuda.forward import FastForward
 from foreload.backend.engine import Engine
 from foreload.backend.policy import Counter
+from foreload.backend.policy.copied import copied_bytes
 from foreload.backend.policy.state import DECODE
 from foreload.backend.replay import Replay
 from foreload.settings import Settings, slot_counts
@@ -132,8 +133,8 @@ def predict(work: Workload, costs: CostModel, trial: Trial) -> Predicted:
 def _figures(
     result: SimResult, token_ns: NDArray[np.int64], counted: NDArray[np.int64], time_ns: Mapping[str, int]
 ) -> Figures:
-    hits, late, moved = rates(counted)
-    carried = moved * result.expert_bytes / max(1, len(token_ns))
+    hits, late, _ = rates(counted)
+    carried = copied_bytes(counted, result.layer_bytes) / max(1, len(token_ns))
     return Figures(float(token_ns.mean()), hits, late, carried, time_ns=time_ns)
 
 

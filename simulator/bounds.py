@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -131,13 +132,17 @@ def fewest_loads(loads: NDArray[np.int64], slots: int) -> int:
 
 
 def experts_per_second(costs: CostModel) -> float:
-    """The most experts per second that link and CPU bring or compute together, each slowed by the other."""
-    k, link = costs.shape.top_k, 1e9 / costs.copy_ns
-    best = link
-    for threads in costs.cpu_threads:
-        for n in range(1, k + 1):
-            cpu = n * 1e9 / costs.experts_cpu_ns(n, threads)
-            both = link * costs.copy_rate(threads) / SCALE + cpu * costs.cpu_rate(n, threads) / SCALE
+    """The most experts per second that link and CPU bring or compute together, each slowed by the other.
+
+    Of layers in different formats those of the fastest.
+    """
+    best = 0.0
+    for model in costs.kinds()[0]:
+        link = 1e9 / model.copy_ns
+        best = max(best, link)
+        for threads, n in product(model.cpu_threads, range(1, model.shape.top_k + 1)):
+            cpu = n * 1e9 / model.experts_cpu_ns(n, threads)
+            both = link * model.copy_rate(threads) / SCALE + cpu * model.cpu_rate(n, threads) / SCALE
             best = max(best, cpu, both)
     return best
 
@@ -164,6 +169,17 @@ def _experts_ns(costs: CostModel, most: int, windows: bool) -> tuple[list[int], 
     return least, resident
 
 
+def _all_experts_ns(requests: Sequence[Request], costs: CostModel, windows: bool) -> tuple[float, float]:
+    """Least time of the experts of all layer-steps: shared between device and CPU, or all resident."""
+    models, of_layer = costs.kinds()
+    total = np.zeros(2)
+    for kind, model in enumerate(models):
+        counts = [np.count_nonzero(request.counts[:, of_layer == kind], axis=2).ravel() for request in requests]
+        layer_steps = np.bincount(np.concatenate([np.zeros(0, np.int64), *counts]).astype(np.int64))
+        total += np.array(_experts_ns(model, len(layer_steps) - 1, windows)) @ layer_steps
+    return float(total[0]), float(total[1])
+
+
 def bounds(
     requests: Sequence[Request],
     costs: CostModel,
@@ -181,15 +197,12 @@ def bounds(
     per_token = max(0, fewest_loads(table, slots) - warm) / tokens
     steps = [step for request in requests for step in zip(request.context, request.fed, strict=True)]
     dense = sum(_blocks_ns(costs, context, fed) for context, fed in steps)
-    distinct = [np.count_nonzero(request.counts, axis=2).ravel() for request in requests]
-    layer_steps = np.bincount(np.concatenate([np.zeros(0, np.int64), *distinct]).astype(np.int64))
-    windows = any(fed > 1 for _, fed in steps)
-    least, resident = _experts_ns(costs, len(layer_steps) - 1, windows)
+    least, resident = _all_experts_ns(requests, costs, any(fed > 1 for _, fed in steps))
     whole = sum(costs.block("whole", context, fed).gpu_ns for context, fed in steps) if costs.graphs else np.inf
     return Bounds(
         loads=per_token,
-        bytes_per_token=per_token * costs.expert_bytes,
+        bytes_per_token=per_token * min(costs.layer_bytes),
         link_ns=per_token * 1e9 / experts_per_second(costs),
-        compute_ns=min(dense + float(layer_steps @ np.asarray(least)), whole) / tokens,
-        resident_ns=min(dense + float(layer_steps @ np.asarray(resident)), whole) / tokens,
+        compute_ns=min(dense + least, whole) / tokens,
+        resident_ns=min(dense + resident, whole) / tokens,
     )

@@ -7,28 +7,26 @@ profile cannot say (another thread count, no such probe) is an error, never a gu
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
-from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from foreload.backend.policy import SplitCosts
-from foreload.errors import FileError, MismatchError, SettingsError
+from foreload.errors import FileError, MismatchError
 from foreload.formats import FORMATS, PackedFormat, block_layout, layer_formats
-from foreload.profiler.schema import HardwareProfile, Measurement
+from foreload.profiler.schema import HardwareProfile
 from foreload.settings import GATE_SIDE, Settings, step_experts
 from foreload.shape import ModelShape
+from foreload.simulator.lookup import Point, Source, interpolate, points_of
 from foreload.simulator.windows import Plane, plane
 from foreload.units import us_to_ns
 
 SCALE = 1 << 20
 """Work done per nanosecond by a resource that nothing slows down."""
 
-Source = Literal["measured", "interpolated", "extrapolated", "assumed"]
 _SEVERITY: tuple[Source, ...] = ("measured", "interpolated", "extrapolated", "assumed")
 WINDOW_BLOCKS = tuple(
     f"window_{block}" for block in ("embed", "attention", "route", "predict", "plan", "finish", "head")
@@ -73,14 +71,6 @@ class Cost:
         return max(self.host_ns, self.gpu_ns)
 
 
-@dataclass(frozen=True)
-class _Point:
-    at: int
-    host_ns: int
-    gpu_ns: int
-    assumed: bool
-
-
 def predict_probe(predictor: str) -> str:
     """The probe that measured predictions of `predictor`, rolled forms included."""
     return "predict" if predictor == "gate" else f"predict_{predictor}"
@@ -89,33 +79,6 @@ def predict_probe(predictor: str) -> str:
 def worst(*sources: Source) -> Source:
     """The least trustworthy of `sources`."""
     return _SEVERITY[max(map(_SEVERITY.index, sources))]
-
-
-def _between(low: int, high: int, left: int, right: int, at: int) -> int:
-    span = right - left
-    return (low * (right - at) + high * (at - left) + span // 2) // span
-
-
-def _interpolate(points: list[_Point], at: int, sloped: bool) -> tuple[int, int, Source]:
-    """Host and GPU nanoseconds at `at` from points sorted by coordinate, and how they were found."""
-    index = bisect_left([p.at for p in points], at)
-    if index < len(points) and points[index].at == at:
-        return points[index].host_ns, points[index].gpu_ns, "assumed" if points[index].assumed else "measured"
-    if 0 < index < len(points):
-        a, b = points[index - 1], points[index]
-        host = _between(a.host_ns, b.host_ns, a.at, b.at, at)
-        gpu = _between(a.gpu_ns, b.gpu_ns, a.at, b.at, at)
-        return host, gpu, "assumed" if a.assumed or b.assumed else "interpolated"
-    edge = points[min(index, len(points) - 1)]
-    source: Source = "assumed" if edge.assumed else "extrapolated"
-    if not sloped:
-        half = edge.at // 2
-        return (edge.host_ns * at + half) // edge.at, (edge.gpu_ns * at + half) // edge.at, source
-    if index == 0 or len(points) == 1:
-        return edge.host_ns, edge.gpu_ns, source
-    a = points[-2]
-    host = max(edge.host_ns, _between(a.host_ns, edge.host_ns, a.at, edge.at, at))
-    return host, max(edge.gpu_ns, _between(a.gpu_ns, edge.gpu_ns, a.at, edge.at, at)), source
 
 
 class CostModel:
@@ -145,42 +108,67 @@ class CostModel:
         self.asynchronous = profile.meta.device == "cuda"
         self.graphs = profile.meta.path == "graphs"
         self.replayed = replayed
+        self._by_layer: tuple[CostModel, ...] = ()  # where layers are in different formats
         self.used: dict[str, Source] = {}
-        self._tables: dict[tuple[str, tuple[tuple[str, int], ...]], list[_Point]] = {}
+        self._tables: dict[tuple[str, tuple[tuple[str, int], ...]], list[Point]] = {}
         self._known: dict[tuple[object, ...], Cost] = {}
         self._rates: dict[tuple[str, int, int, int], int] = {}
         self._planes: dict[tuple[str, int], Plane] = {}
 
     def fresh(self) -> CostModel:
         """The same model with nothing looked up yet, so that `used` tells what one simulation relied on."""
-        return self._in(self.format, self.replayed)
+        return self._in(self.formats, self.replayed)
 
     def replaying(self) -> CostModel:
         """The model of an engine that replays a recording's routing (`Engine.replay`)."""
-        return self._in(self.format, True)
+        return self._in(self.formats, True)
 
-    def _in(self, format: PackedFormat, replayed: bool) -> CostModel:
-        other = CostModel(self.profile, self.shape, format=format, replayed=replayed)
-        other._tables, other._planes = self._tables, self._planes
-        return other
+    def _in(self, formats: Sequence[PackedFormat], replayed: bool) -> CostModel:
+        """Of layers in `formats`: the model of the largest, which knows those of the others (`at`)."""
+        distinct = sorted(set(formats), key=lambda name: (-block_layout(name, self.shape).bytes, name))
+        made = {name: CostModel(self.profile, self.shape, format=name, replayed=replayed) for name in distinct}
+        whole = made[distinct[0]]
+        for model in made.values():
+            model._tables, model._planes, model.used = self._tables, self._planes, whole.used
+        if len(distinct) > 1:
+            whole._by_layer = tuple(made[name] for name in formats)
+        return whole
+
+    def at(self, layer: int) -> CostModel:
+        """The model for the format of a MoE layer; this one where all have the same."""
+        return self._by_layer[layer] if self._by_layer else self
+
+    @property
+    def formats(self) -> tuple[PackedFormat, ...]:
+        """Of each MoE layer."""
+        return tuple(model.format for model in self._by_layer) or (self.format,) * self.shape.n_moe_layers
+
+    @property
+    def layer_bytes(self) -> tuple[int, ...]:
+        """Bytes of one expert of each MoE layer."""
+        return tuple(self.at(layer).expert_bytes for layer in range(self.shape.n_moe_layers))
+
+    def kinds(self) -> tuple[list[CostModel], NDArray[np.int64]]:
+        """The models of the distinct formats, and which of them each MoE layer's is, [L]."""
+        models = list(dict.fromkeys(self._by_layer or (self,)))
+        of_layer = [models.index(self.at(layer)) for layer in range(self.shape.n_moe_layers)]
+        return models, np.array(of_layer, np.int64)
 
     def for_settings(self, settings: Settings) -> CostModel:
         """The model for the `expert_format` of `settings`, this one if it is that already.
 
-        Raises MismatchError if the profile lacks the format, SettingsError for layers in different formats.
+        Raises MismatchError if the profile lacks a format.
         """
-        formats = set(layer_formats(settings.expert_format, self.shape, self.profile.meta.dtype))
-        if len(formats) > 1:
-            raise SettingsError(
-                f"expert_format {'/'.join(sorted(formats))}: layers in different formats can be run, not simulated"
-            )
-        (format,) = formats
-        if format == self.format:
+        formats = layer_formats(settings.expert_format, self.shape, self.profile.meta.dtype)
+        if formats == self.formats:
             return self
         known = {self.own_format, *(FORMATS[m.at["format"]] for m in self.profile.measurements if "format" in m.at)}
-        if format not in known:
-            raise MismatchError(f"profile: expert_format {format} was not measured: it was {', '.join(sorted(known))}")
-        return self._in(format, self.replayed)
+        unknown = sorted(set(formats) - known)
+        if unknown:
+            raise MismatchError(
+                f"profile: expert_format {unknown[0]} was not measured: it was {', '.join(sorted(known))}"
+            )
+        return self._in(formats, self.replayed)
 
     @cached_property
     def _own(self) -> CostModel:
@@ -191,11 +179,11 @@ class CostModel:
         own._tables, own._planes, own.used = self._tables, self._planes, self.used
         return own
 
-    def _table(self, probe: str, fixed: Mapping[str, int]) -> list[_Point]:
+    def _table(self, probe: str, fixed: Mapping[str, int]) -> list[Point]:
         key = (probe, tuple(sorted(fixed.items())))
         if key not in self._tables:
             axis = _AXIS.get(probe, "")
-            self._tables[key] = _points(probe, axis, self.profile.points(probe, **fixed))
+            self._tables[key] = points_of(probe, axis, probe in _SLOPED, self.profile.points(probe, **fixed))
         return self._tables[key]
 
     def cost(self, probe: str, at: int = 0, threads: int = 0, **fixed: int) -> Cost:
@@ -209,7 +197,7 @@ class CostModel:
             if threads:
                 self._check_threads(probe, threads)
                 fixed = {**fixed, "threads": threads}
-            host, gpu, source = _interpolate(self._table(probe, fixed), at, probe in _SLOPED)
+            host, gpu, source = interpolate(self._table(probe, fixed), at, probe in _SLOPED)
             if probe in _BY_FORMAT and self.format != self.own_format:
                 (host, gpu), other = self._shifted(probe, at, (host, gpu), fixed)
                 source = worst(source, other)
@@ -223,7 +211,7 @@ class CostModel:
         """Host and GPU time in this format: what was found, and the difference of the two formats measured alone."""
         formats = (self.own_format, self.format)
         tables = [self._table(_BY_FORMAT[probe], {**fixed, "format": FORMATS.index(format)}) for format in formats]
-        own, this = (_interpolate(table, at, False) for table in tables)
+        own, this = (interpolate(table, at, False) for table in tables)
         host = max(1, found[0] + this[0] - own[0])
         gpu = max(1, found[1] + this[1] - own[1]) if found[1] else 0
         return (host, gpu), worst(own[2], this[2])
@@ -440,29 +428,27 @@ def _rate(alone_ns: int, beside_ns: int) -> int:
     return SCALE if beside_ns <= alone_ns else max(1, SCALE * alone_ns // beside_ns)
 
 
-def _points(probe: str, axis: str, found: list[Measurement]) -> list[_Point]:
-    points = []
-    for m in found:
-        if axis and axis not in m.at:
-            raise FileError(f"profile: a measurement of {probe!r} at {m.at} lacks the coordinate {axis!r}")
-        at = m.at[axis] if axis else 0
-        points.append(_Point(at, us_to_ns(m.p50_us), us_to_ns(m.gpu_us), m.source == "assumed"))
-    points.sort(key=lambda p: p.at)
-    for a, b in pairwise(points):
-        if a.at == b.at:
-            raise FileError(f"profile: {probe!r} is measured twice at {axis or 'the same point'} {a.at}")
-    if points[0].at < 0 or (axis and probe not in _SLOPED and points[0].at == 0):
-        raise FileError(f"profile: {probe!r} is measured at {axis} {points[0].at}: it must be above 0")
-    return points
-
-
 def split_costs(profile: HardwareProfile | CostModel, shape: ModelShape, settings: Settings) -> SplitCosts:
     """What the brain decides by (design: section 5): contended costs of one layer-step, and how long the link is idle.
 
     Copies and CPU experts beside each other, resident experts beside the CPU experts that are left; without CPU experts
-    all of them alone. Raises MismatchError if `settings.cpu_threads` was not measured.
+    all of them alone. Of layers in different formats their mean: one set decides for all. Raises MismatchError if
+    `settings.cpu_threads` was not measured.
     """
     costs = (profile if isinstance(profile, CostModel) else CostModel(profile, shape)).for_settings(settings)
+    models, of_layer = costs.kinds()
+    found = [_split_costs(model, settings) for model in models]
+    return found[0] if len(found) == 1 else _mean([found[kind] for kind in of_layer])
+
+
+def _mean(costs: Sequence[SplitCosts]) -> SplitCosts:
+    """Of each field, rounded down."""
+    return SplitCosts(*(sum(values) // len(costs) for values in zip(*costs, strict=True)))
+
+
+def _split_costs(costs: CostModel, settings: Settings) -> SplitCosts:
+    """The same where all layers are in one format."""
+    shape = costs.shape
     k, threads = shape.top_k, settings.cpu_threads
     most, gamma = step_experts(settings, shape), settings.draft.gamma
     window = [n if gamma else 0 for n in range(most + 1)]  # tokens: one each

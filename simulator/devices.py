@@ -74,7 +74,7 @@ class HostDevice(Device):
 
     def experts(self, count: int, layer: int, expert: int = -1, tokens: int = 0) -> Process:
         """Run them, slower while CPU experts run."""
-        work_ns = self._costs.experts_gpu_ns(count, tokens)
+        work_ns = self._costs.at(layer).experts_gpu_ns(count, tokens)
         if self._sharing.active(CPU):
             if self._clock.ahead:
                 yield self._clock.catch_up()
@@ -137,12 +137,12 @@ class GpuDevice(Device):
     def experts(self, count: int, layer: int, expert: int = -1, tokens: int = 0) -> Process:
         """Launch them."""
         yield from ()
-        self._launch("experts_gpu", self._costs.experts_gpu(count, tokens), layer, expert, count)
+        self._launch("experts_gpu", self._costs.at(layer).experts_gpu(count, tokens), layer, expert, count)
 
     def arrived(self, key: int, layer: int, expert: int, tokens: int = 0) -> Process:
         """Launch it behind a wait of the stream."""
         yield from ()
-        self._launch("experts_gpu", self._costs.experts_gpu(1, tokens), layer, expert, 1, key)
+        self._launch("experts_gpu", self._costs.at(layer).experts_gpu(1, tokens), layer, expert, 1, key)
 
     def _launch(self, kind: str, cost: Cost, layer: int, expert: int, experts: int = 0, key: int = -1) -> None:
         begun = self._clock.now
@@ -218,9 +218,9 @@ class GraphDevice(GpuDevice):
     def experts(self, count: int, layer: int, expert: int = -1, tokens: int = 0) -> Process:
         """Launch them."""
         yield from ()
-        self._launch("experts_gpu", self._costs.experts_gpu(count, tokens), layer, expert)
+        self._launch("experts_gpu", self._costs.at(layer).experts_gpu(count, tokens), layer, expert)
 
     def arrived(self, key: int, layer: int, expert: int, tokens: int = 0) -> Process:
         """Launch it behind a wait of the stream."""
         yield from ()
-        self._launch("experts_gpu", self._graphs.late(tokens), layer, expert, key=key)
+        self._launch("experts_gpu", self._graphs.late(tokens, layer), layer, expert, key=key)

@@ -305,7 +305,7 @@ def _result(engine: EngineModel, requests: Sequence[Request]) -> SimResult:
         time_ns=engine.decode_time,
         prefill_time_ns=engine.prefill_time,
         counters=engine.brain.counters.copy(),
-        expert_bytes=engine.costs.expert_bytes,
+        layer_bytes=engine.costs.layer_bytes,
         sources=dict(sorted({**engine.costs.used, **routing}.items())),
         timeline=tuple(engine.timeline.events),
     )

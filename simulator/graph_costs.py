@@ -63,9 +63,9 @@ class GraphCosts:
         """The end of a step; the host's part follows its last layer."""
         return self._costs.block("head", tokens=tokens)
 
-    def late(self, tokens: int) -> Cost:
-        """An expert behind its copy; `tokens` as for `CostModel.experts_gpu`."""
-        one = self._costs.experts_gpu(1, tokens)
+    def late(self, tokens: int, layer: int) -> Cost:
+        """An expert of a MoE layer behind its copy; `tokens` as for `CostModel.experts_gpu`."""
+        one = self._costs.at(layer).experts_gpu(1, tokens)
         return Cost(self.host.late_ns, one.gpu_ns, one.source)
 
     def whole_ns(self, context: int, tokens: int) -> int:

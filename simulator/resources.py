@@ -143,7 +143,8 @@ class Link:
         self.landed_at: dict[int, int] = {}
         self.interruptions = 0  # copies that landed while the host was working
         self._env, self._sharing, self._brain, self._timeline = env, sharing, brain, timeline
-        self._copy_ns, self._bytes = costs.copy_ns, costs.expert_bytes
+        layers = range(costs.shape.n_moe_layers)
+        self._copy_ns, self._bytes = [costs.at(layer).copy_ns for layer in layers], costs.layer_bytes
         self._landing: dict[int, simpy.Event] = {}
         self._issue: simpy.Event | None = None
         self._kinds: dict[int, str] = {}  # as issued; a demand may have joined since
@@ -188,7 +189,8 @@ class Link:
 
     def _transfer(self, start_ns: int = 0) -> None:
         self._begun = self._env.now
-        self._sharing.start(LINK, self._copy_ns + start_ns, self._arrived)
+        layer = self.issued[0] // self._brain.shape.experts
+        self._sharing.start(LINK, self._copy_ns[layer] + start_ns, self._arrived)
 
     def _arrived(self) -> None:
         key = self.issued.popleft()
@@ -207,7 +209,7 @@ class Link:
     def _record(self, key: int) -> None:
         layer, expert = divmod(key, self._brain.shape.experts)
         kind = self._kinds.pop(key)
-        self._timeline.add("link", kind, self._begun, self._env.now, layer, expert, self._bytes)
+        self._timeline.add("link", kind, self._begun, self._env.now, layer, expert, self._bytes[layer])
 
 
 class CpuPool:
@@ -243,7 +245,7 @@ class CpuPool:
                 fire(self._result)
                 self._result = None
 
-        work_ns = self._costs.experts_cpu_ns(experts, self._threads, tokens)
+        work_ns = self._costs.at(layer).experts_cpu_ns(experts, self._threads, tokens)
         if begun - self._rested_since > self._times.rest_ns:
             work_ns += self._times.asleep_ns
         self._sharing.start(CPU, work_ns, done, experts)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreload.backend.policy import Counter
+from foreload.backend.policy.copied import COPIES, counted_bytes
 from foreload.backend.policy.state import WARM
 from foreload.settings import Settings
 from foreload.simulator.clock import STALLS
@@ -35,7 +36,7 @@ class SimResult:
     time_ns: Mapping[str, int]  # decode, by kind of work or wait; sums to total_ns exactly
     prefill_time_ns: Mapping[str, int]  # the same of all prompts; sums to ttft_ns
     counters: NDArray[np.int64]  # [3 phases, L, Counter], in experts
-    expert_bytes: int
+    layer_bytes: tuple[int, ...]  # [L] of one expert
     warm_ns: int  # loading residents before the first request; 0 without a warm start
     sources: Mapping[str, str]  # probe -> where its figures come from, the worst
     timeline: tuple[TimelineEvent, ...] = ()
@@ -91,8 +92,11 @@ class SimResult:
 
     def bytes_per_token(self, *counters: Counter) -> float:
         """Bytes of the experts in `counters` per decode token: by default all that the link carried."""
-        chosen = counters or (Counter.FETCHED, Counter.PREFETCHED, Counter.UPLOADED)
-        return sum(map(self.count, chosen)) * self.expert_bytes / self.tokens if self.tokens else 0.0
+        chosen = counters or COPIES
+        return self._bytes(*chosen) / self.tokens if self.tokens else 0.0
+
+    def _bytes(self, *counters: Counter, phase: int = 0) -> int:
+        return counted_bytes(self.counters[phase], self.layer_bytes, counters)
 
     def as_dict(self) -> dict[str, Any]:
         """The figures as JSON values, times in milliseconds."""
@@ -105,7 +109,7 @@ class SimResult:
             "tpot_ms": self.tpot_ns / 1e6,
             "tpot_parts_ms": {name: None if ns is None else ns / 1e6 for name, ns in means.items()},
             "ttft_ms": [ns / 1e6 for ns in self.ttft_ns.tolist()],
-            "warm_start": {"bytes": self.warm_experts * self.expert_bytes, "ms": self.warm_ns / 1e6},
+            "warm_start": {"bytes": self._bytes(Counter.FETCHED, phase=WARM), "ms": self.warm_ns / 1e6},
             "hit_rate": self.hit_rate,
             "bytes_per_token": self.bytes_per_token(),
             "bytes_wasted_per_token": self.bytes_per_token(Counter.WASTED),

@@ -52,9 +52,9 @@ def layer_costs(
     outcomes: Sequence[Outcomes], costs: CostModel, settings: Settings, context: int, grid: Sequence[int] | None = None
 ) -> NDArray[np.float64]:
     """Mean nanoseconds of a layer-step [L, E + 1] at every slot count; `context` sets the attention cost."""
-    shape = costs.shape
+    shape, (models, of_layer) = costs.shape, costs.kinds()
     dense = _dense_ns(costs, settings, context)
-    work = _work_table(costs, settings)
+    work = np.stack([_work_table(model, settings) for model in models])[of_layer]
     chosen = slot_grid(shape) if grid is None else grid
     at_grid = np.array([_mean_ns(found, costs, dense, work) for found in outcomes])  # [grid, L]
     every = np.arange(shape.experts + 1)
@@ -100,10 +100,14 @@ def _work_ns(costs: CostModel, settings: Settings, fetched: int, on_cpu: int) ->
 
 
 def _mean_ns(found: Outcomes, costs: CostModel, dense: int, work: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Mean layer-step time [L]; a step is no shorter than what the link carries in it, prefetches included."""
+    """Mean layer-step time [L]; a step is no shorter than what the link carries in it, prefetches included.
+
+    work [L, k + 1, k + 1].
+    """
     fetched, on_cpu, _ = np.indices(found.histogram.shape[1:])
     link = found.prefetched[:, None, None, None] + fetched
-    times = np.maximum(dense + work[fetched, on_cpu], link * costs.copy_ns)
+    copy_ns = np.array([costs.at(layer).copy_ns for layer in range(len(work))])[:, None, None, None]
+    times = np.maximum(dense + work[:, fetched, on_cpu], link * copy_ns)
     seen = found.histogram > 0
     total: NDArray[np.float64] = np.where(seen, found.histogram * times, 0.0).sum(axis=(1, 2, 3))
     return total / max(1, found.tokens)

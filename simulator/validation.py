@@ -52,9 +52,9 @@ class Figures:
     @classmethod
     def of(cls, result: SimResult) -> Figures:
         """The figures of a simulated run."""
-        hits, late, moved = rates(result.counters[DECODE])
+        hits, late, _ = rates(result.counters[DECODE])
         ttft = float(result.ttft_ns.mean()) if result.ttft_ns.any() else None
-        carried = moved * result.expert_bytes / max(1, result.tokens)
+        carried = result.bytes_per_token()
         return cls(result.tpot_ns, hits, late, carried, ttft, dict(result.time_ns))
 
     @property

@@ -7,9 +7,9 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from foreload.backend.copied import copied_bytes
 from foreload.backend.engine import Engine
 from foreload.backend.policy import Counter
+from foreload.backend.policy.copied import copied_bytes
 from foreload.backend.policy.state import DECODE, KEPT
 from foreload.backend.server.context import Context
 from foreload.backend.server.statistics import STALLS, Snapshot

@@ -128,8 +128,8 @@ def warm_facts(warm: dict[str, Any]) -> dict[str, str]:
 
 def summary(engine: Engine, generation: Generation) -> dict[str, Any]:
     """What one generation cost, as measured."""
-    from foreload.backend.copied import copied_bytes
     from foreload.backend.policy import Counter
+    from foreload.backend.policy.copied import copied_bytes
     from foreload.backend.policy.state import DECODE
 
     totals = generation.counters[DECODE].sum(axis=0)

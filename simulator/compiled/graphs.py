@@ -181,10 +181,10 @@ def _run(
     """Run a layer-step's experts; whether the CPU had any, whose results are then there."""
     on_cpu, cpu_tokens, hits, hit_tokens = host.sort_out(m, p, layer, experts, counts, window, action)
     if hits:
-        host.experts_gpu(m, r, b, p, hits, hit_tokens)
+        host.experts_gpu(m, r, b, p, layer, hits, hit_tokens)
     if on_cpu:
         host.catch_up(m, r, p)
-        mach.start_cpu(m, r, on_cpu, cpu_tokens)
+        mach.start_cpu(m, r, layer, on_cpu, cpu_tokens)
         spend(m, PLAN, g.submit_ns)
         host.settle(m, r, p)
     _issue(m, r, g, p)

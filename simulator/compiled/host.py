@@ -66,7 +66,7 @@ drop_stale_caches(Path(__file__).parent, Path(mach.__file__).parent, Path(copies
 class Blocks(NamedTuple):
     """Nanoseconds of blocks as (host, GPU) pairs.
 
-    F = most tokens of a step, K and T as for `Rates`, D = depth of prediction, C = tokens of a prompt's chunk.
+    F = most tokens of a step, K, T and formats as for `Rates`, D = depth of prediction, C = tokens of a prompt's chunk.
     """
 
     embed: NDArray[np.int64]  # [F + 1, 2]
@@ -78,8 +78,8 @@ class Blocks(NamedTuple):
     head: NDArray[np.int64]  # [F + 1, 2]
     draft: NDArray[np.int64]  # [F + 1, 2]
     sample: NDArray[np.int64]  # [F + 1, 2] by tokens that a step adds; zeros without draws
-    experts: NDArray[np.int64]  # [K + 1, T + 1, 2] by tokens; 0: of a single token's step
-    late: NDArray[np.int64]  # [T + 1, 2] one expert behind its copy
+    experts: NDArray[np.int64]  # [formats, K + 1, T + 1, 2] by tokens; 0: of a single token's step
+    late: NDArray[np.int64]  # [formats, T + 1, 2] one expert behind its copy
     prefill_layer: NDArray[np.int64]  # [C + 1, 2]
     prefill_expert: NDArray[np.int64]  # [C + 1, 2]
     cold: NDArray[np.int64]  # [2, microseconds waited], without and with CPU experts before
@@ -166,10 +166,11 @@ def block(m: Machine, r: Rates, kind: int, cost: NDArray[np.int64]) -> None:
 
 
 @inlined
-def experts_gpu(m: Machine, r: Rates, b: Blocks, p: PolicyState, count: int, tokens: int) -> None:
+def experts_gpu(m: Machine, r: Rates, b: Blocks, p: PolicyState, layer: int, count: int, tokens: int) -> None:
     """Run or launch resident experts, slower beside CPU experts."""
-    m.seen[mach.SEEN_GPU, count, tokens] = True
-    host_ns, gpu_ns = b.experts[count, tokens, 0], b.experts[count, tokens, 1]
+    format = r.format[layer]
+    m.seen[format, mach.SEEN_GPU, count, tokens] = True
+    host_ns, gpu_ns = b.experts[format, count, tokens, 0], b.experts[format, count, tokens, 1]
     if m.at[ASYNCHRONOUS]:
         mach.launch(m, r, EXPERTS_GPU, host_ns, gpu_ns, count if b.shares else 0, -1)
         return
@@ -234,13 +235,15 @@ def copied(
 @inlined
 def _came(m: Machine, r: Rates, b: Blocks, p: PolicyState, key: int, tokens: int) -> None:
     """Wait for a copy in the link, as far as the host must, and run or launch its expert."""
+    layer = key // p.status.shape[1]
     if m.at[ASYNCHRONOUS]:
-        m.seen[mach.SEEN_GPU, 1, tokens] = True
-        mach.launch(m, r, EXPERTS_GPU, b.late[tokens, 0], b.late[tokens, 1], 1 if b.shares else 0, key)
+        late = b.late[r.format[layer], tokens]
+        m.seen[r.format[layer], mach.SEEN_GPU, 1, tokens] = True
+        mach.launch(m, r, EXPERTS_GPU, late[0], late[1], 1 if b.shares else 0, key)
         return
     if not mach.has_landed(m, key):
         landed(m, r, p, key)
-    experts_gpu(m, r, b, p, 1, tokens)
+    experts_gpu(m, r, b, p, layer, 1, tokens)
 
 
 @uncounted
@@ -425,12 +428,12 @@ def _layer_experts(
     on_cpu, cpu_tokens, hits, hit_tokens = sort_out(m, p, layer, experts, counts, window, action)
     if on_cpu:
         catch_up(m, r, p)
-        mach.start_cpu(m, r, on_cpu, cpu_tokens)
+        mach.start_cpu(m, r, layer, on_cpu, cpu_tokens)
     if p.scalars[N_QUEUED] and p.scalars[N_IN_FLIGHT] < copies.WINDOW:
         pump(m, r, p)
         spend(m, PLAN, b.queueing_ns)
     if hits:
-        experts_gpu(m, r, b, p, hits, hit_tokens)
+        experts_gpu(m, r, b, p, layer, hits, hit_tokens)
     if hits + on_cpu < len(experts):
         copied(m, r, b, p, layer, experts, counts, window, action)
     if on_cpu:

@@ -79,8 +79,8 @@ W_NONE, W_DUE, W_PAST = range(3)
 ACTIVE, REMAINING, RATE, SINCE, EXPERTS, DUE, SCHEDULED = range(7)
 """Columns of `Machine.job`."""
 SEEN_GPU, SEEN_CPU, SEEN_CPU_RATE, SEEN_BOTH = range(4)
-"""Rows of `Machine.seen`: [n, tokens] resident experts, [n, tokens] CPU experts, [n, 0] those beside a copy (0: it),
-and [g, c] beside each other."""
+"""Rows of `Machine.seen`: [n, tokens] resident experts, [n, tokens] CPU experts; of the first format alone, as
+contention is that of one: [n, 0] those beside a copy (0: it), and [g, c] beside each other."""
 L_BEGUN, L_ENDED, L_WORK, L_EXPERTS, L_KEY = range(5)
 """Columns of `Machine.launch`."""
 
@@ -88,10 +88,11 @@ L_BEGUN, L_ENDED, L_WORK, L_EXPERTS, L_KEY = range(5)
 class Rates(NamedTuple):
     """What link, CPU pool and expert kernels cost and how they slow each other.
 
-    K = most experts of a layer-step, T = most tokens of all of them together.
+    K = most experts of a layer-step, T = most tokens of all of them together, F = formats that layers are in.
     """
 
-    copy_ns: int
+    format: NDArray[np.int64]  # [L] of each layer's experts, 0 to F - 1
+    copy_ns: NDArray[np.int64]  # [L]
     copy_rate: int  # of SCALE, beside CPU experts
     wake_ns: int
     latency_ns: int  # this and the next five as in `graph_costs.DeviceTimes`
@@ -100,7 +101,7 @@ class Rates(NamedTuple):
     asleep_ns: int
     rest_ns: int
     host_wake_ns: int
-    cpu_ns: NDArray[np.int64]  # [K + 1, T + 1] by tokens; 0: of a single token's step
+    cpu_ns: NDArray[np.int64]  # [F, K + 1, T + 1] by tokens; 0: of a single token's step
     cpu_rate: NDArray[np.int64]  # [K + 1] beside a copy
     both_rate: NDArray[np.int64]  # [K + 1, K + 1] resident experts beside CPU experts
 
@@ -125,15 +126,22 @@ class Machine(NamedTuple):
     action: NDArray[np.int8]  # [2, K] of this layer-step and the one before
     done: NDArray[np.bool_]  # [K] scratch
     coming: NDArray[np.int64]  # [K] keys of the copies that the open layer-step runs on
-    seen: NDArray[np.bool_]  # [4, K + 1, max(K, T) + 1] what was asked for, see SEEN_*
+    seen: NDArray[np.bool_]  # [F, 4, K + 1, max(K, T) + 1] what was asked for, see SEEN_*
     seen_tokens: NDArray[np.bool_]  # [2, C + 1] the same of `prefill_layer` and `prefill_expert`
     seen_us: NDArray[np.bool_]  # [2, microseconds waited] without and with CPU experts before
 
 
 def new_machine(
-    layers: int, experts: int, most: int, tokens: int, chunk_tokens: int, longest_us: int, asynchronous: bool
+    layers: int,
+    experts: int,
+    most: int,
+    tokens: int,
+    chunk_tokens: int,
+    longest_us: int,
+    asynchronous: bool,
+    formats: int,
 ) -> Machine:
-    """An idle machine for L layers of E experts, K = `most` of them and T = `tokens` in a layer-step."""
+    """An idle machine for L layers of E experts, K = `most` of them and T = `tokens` in a layer-step, F formats."""
     keys = layers * experts
     at = np.zeros(N_AT, np.int64)
     at[ASYNCHRONOUS] = asynchronous
@@ -155,7 +163,7 @@ def new_machine(
         action=np.zeros((2, most), np.int8),
         done=np.zeros(most, np.bool_),
         coming=np.zeros(most, np.int64),
-        seen=np.zeros((4, most + 1, max(most, tokens) + 1), np.bool_),
+        seen=np.zeros((formats, 4, most + 1, max(most, tokens) + 1), np.bool_),
         seen_tokens=np.zeros((2, chunk_tokens + 1), np.bool_),
         seen_us=np.zeros((2, longest_us + 1), np.bool_),
     )
@@ -170,15 +178,15 @@ def _rate(m: Machine, r: Rates, which: int) -> int:
         return SCALE
     cpu = m.job[CPU, EXPERTS]
     if which == LINK:
-        m.seen[SEEN_CPU_RATE, 0, 0] = True
+        m.seen[0, SEEN_CPU_RATE, 0, 0] = True
         return r.copy_rate
     rate = SCALE
     if m.job[GPU, ACTIVE]:
         gpu = m.job[GPU, EXPERTS]
-        m.seen[SEEN_BOTH, gpu, cpu] = True
+        m.seen[0, SEEN_BOTH, gpu, cpu] = True
         rate = r.both_rate[gpu, cpu]
     if which == CPU and m.job[LINK, ACTIVE]:
-        m.seen[SEEN_CPU_RATE, cpu, 0] = True
+        m.seen[0, SEEN_CPU_RATE, cpu, 0] = True
         rate = max(1, rate * r.cpu_rate[cpu] // SCALE)
     return rate
 
@@ -220,10 +228,10 @@ def start_job(m: Machine, r: Rates, which: int, work_ns: int, experts: int) -> N
 
 
 @inlined
-def start_cpu(m: Machine, r: Rates, experts: int, tokens: int) -> None:
+def start_cpu(m: Machine, r: Rates, layer: int, experts: int, tokens: int) -> None:
     """Hand experts to the CPU, whose workers may be asleep; `tokens` 0: of a single token's step."""
-    m.seen[SEEN_CPU, experts, tokens] = True
-    work_ns = r.cpu_ns[experts, tokens]
+    m.seen[r.format[layer], SEEN_CPU, experts, tokens] = True
+    work_ns = r.cpu_ns[r.format[layer], experts, tokens]
     if m.at[NOW] - m.at[RESTED_SINCE] > r.rest_ns:
         work_ns += r.asleep_ns
     start_job(m, r, CPU, work_ns, experts)
@@ -287,7 +295,7 @@ def pump(m: Machine, r: Rates, p: PolicyState) -> int:
         m.log[m.at[N_LOG]] = key
         m.at[N_LOG] += 1
         if m.at[N_ISSUED] == 1:
-            start_job(m, r, LINK, r.copy_ns + r.copy_start_ns, 0)
+            start_job(m, r, LINK, r.copy_ns[key // p.status.shape[1]] + r.copy_start_ns, 0)
         if m.at[HOST_WAIT] == ON_ISSUE:
             wake_host(m, 0)
         issued += 1
@@ -304,7 +312,7 @@ def _arrived(m: Machine, r: Rates, p: PolicyState) -> None:
     copies.complete(p, key)
     m.landed_at[key], m.landed_in[key] = m.at[NOW], m.at[WATCH]
     if m.at[N_ISSUED]:
-        start_job(m, r, LINK, r.copy_ns, 0)
+        start_job(m, r, LINK, r.copy_ns[m.issued[0] // p.status.shape[1]], 0)
     pump(m, r, p)
     host = m.at[HOST_WAIT] == ON_LANDING and m.at[HOST_KEY] == key
     stream = m.at[STREAM] == S_LANDING and m.at[STREAM_KEY] == key

@@ -97,6 +97,7 @@ class _Run:
             chunk_tokens=settings.prefill_chunk_tokens,
             longest_us=self.blocks.cold.shape[1] - 1,
             asynchronous=costs.asynchronous,
+            formats=len(self.rates.cpu_ns),
         )
         self.machine.at[RESTED_SINCE] = -self.rates.rest_ns - 1
         self.graphs = graph_tables(costs, settings, fed) if costs.graphs else None
@@ -177,6 +178,6 @@ class _Run:
             time_ns=times[DECODE],
             prefill_time_ns=times[PREFILL],
             counters=self.brain.counters.copy(),
-            expert_bytes=self.costs.expert_bytes,
+            layer_bytes=self.costs.layer_bytes,
             sources=used(self.costs, self.settings, self.machine, self.requests, self.sampled, self.all_slots),
         )

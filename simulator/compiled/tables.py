@@ -33,18 +33,19 @@ def _counted(cost: Callable[[int], Cost], most: int) -> NDArray[np.int64]:
 
 def rates(costs: CostModel, settings: Settings, most: int, tokens: int) -> Rates:
     """Link, CPU and how they share, for up to `most` experts and `tokens` tokens; without CPU experts, the link."""
-    threads = settings.cpu_threads
-    cpu_ns, cpu_rate = np.zeros((most + 1, tokens + 1), np.int64), np.full(most + 1, SCALE, np.int64)
+    threads, (models, of_layer) = settings.cpu_threads, costs.kinds()
+    cpu_ns, cpu_rate = np.zeros((len(models), most + 1, tokens + 1), np.int64), np.full(most + 1, SCALE, np.int64)
     both_rate = np.full((most + 1, most + 1), SCALE, np.int64)
     copy_rate = SCALE
     if settings.miss_action != "fetch":
         copy_rate = costs.copy_rate(threads)
         for n in range(1, most + 1):
-            cpu_ns[n] = [costs.experts_cpu_ns(n, threads, t) for t in range(tokens + 1)]
+            cpu_ns[:, n] = [[model.experts_cpu_ns(n, threads, t) for t in range(tokens + 1)] for model in models]
             cpu_rate[n] = costs.cpu_rate(n, threads)
             both_rate[1:, n] = [costs.both_rate(gpu, n, threads) for gpu in range(1, most + 1)]
     times = astuple(DeviceTimes.of(costs, settings))
-    return Rates(*(costs.copy_ns, copy_rate, costs.cost("wait").host_ns, *times, cpu_ns, cpu_rate, both_rate))
+    copy_ns = np.array([costs.at(layer).copy_ns for layer in range(len(of_layer))], np.int64)
+    return Rates(*(of_layer, copy_ns, copy_rate, costs.cost("wait").host_ns, *times, cpu_ns, cpu_rate, both_rate))
 
 
 def blocks(costs: CostModel, settings: Settings, most: int, tokens: int, fed: int, sampled: bool) -> Blocks:
@@ -59,10 +60,10 @@ def blocks(costs: CostModel, settings: Settings, most: int, tokens: int, fed: in
     executes[list(settings.speculated(costs.shape))] = True
     longest = max(m.at.get("wait_us", 0) for m in costs.profile.points("after_wait"))
     cold = [[costs.cold_ns(us * 1000, n) for us in range(longest + 1)] for n in (0, threads)]
-    groups = [_counted(lambda n, t=t: costs.experts_gpu(n, t), most) for t in range(tokens + 1)]  # type: ignore[misc]
-    late = pairs(costs.experts_gpu(1, t) for t in range(tokens + 1))
+    groups = [_resident(model, most, tokens) for model in costs.kinds()[0]]
+    late = np.stack([group[min(1, most)] for group in groups])
     if costs.graphs:
-        late[:, 0] = costs.cost("late").host_ns
+        late[:, :, 0] = costs.cost("late").host_ns
     speculated = costs.cost("speculated") if executes.any() and not costs.graphs else _NOTHING
     windowed = {probe: _counted(lambda n, p=probe: _over(costs, p, n), fed) for probe in _WINDOWED}  # type: ignore[misc]
     return Blocks(
@@ -73,7 +74,7 @@ def blocks(costs: CostModel, settings: Settings, most: int, tokens: int, fed: in
         predict=np.stack([ahead(max(1, n)) for n in range(fed + 1)]),
         draft=_counted(lambda n: costs.cost(f"draft_{draft}", n) if draft != "none" else _NOTHING, fed),
         sample=_counted(lambda n: costs.cost("sample", n) if draft != "none" and sampled else _NOTHING, fed),
-        experts=np.stack(groups, axis=1),
+        experts=np.stack(groups),
         late=late,
         prefill_layer=_counted(lambda n: costs.cost("prefill_layer", n), chunk),
         prefill_expert=_counted(lambda n: costs.cost("prefill_expert", n), chunk),
@@ -84,6 +85,12 @@ def blocks(costs: CostModel, settings: Settings, most: int, tokens: int, fed: in
         drafting=draft != "none",
         shares=not costs.graphs,
     )
+
+
+def _resident(costs: CostModel, most: int, tokens: int) -> NDArray[np.int64]:
+    """Resident experts of one format, [most + 1, tokens + 1, 2]."""
+    found = [_counted(lambda n, t=t: costs.experts_gpu(n, t), most) for t in range(tokens + 1)]  # type: ignore[misc]
+    return np.stack(found, axis=1)
 
 
 def _over(costs: CostModel, probe: str, tokens: int) -> Cost:
@@ -115,7 +122,8 @@ def used(
     asked, threads = costs.fresh(), settings.cpu_threads
     asked.cost("wait")
     DeviceTimes.of(asked, settings)
-    _ = asked.copy_ns, asked.interrupt_ns
+    models, _ = asked.kinds()
+    _ = [model.copy_ns for model in models], asked.interrupt_ns
     if settings.needs_costs is not None:
         split_costs(asked, costs.shape, settings)
     found = GraphCosts(asked, settings) if asked.graphs else None
@@ -127,11 +135,11 @@ def used(
         asked.cost(("prefill_layer", "prefill_expert")[row], tokens)
         asked.cost("embed")
         asked.cost("head")
-    for row, n, other in np.argwhere(m.seen).tolist():
+    for format, row, n, other in np.argwhere(m.seen).tolist():
         if row == SEEN_GPU:
-            asked.experts_gpu(n, other)
+            models[format].experts_gpu(n, other)
         elif row == SEEN_CPU:
-            asked.experts_cpu_ns(n, threads, other)
+            models[format].experts_cpu_ns(n, threads, other)
         elif row == SEEN_CPU_RATE:
             _ = asked.cpu_rate(n, threads) if n else asked.copy_rate(threads)
         elif row == SEEN_BOTH:

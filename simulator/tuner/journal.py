@@ -125,8 +125,8 @@ def _values(result: SimResult) -> dict[str, Any]:
 
 def _result(values: Mapping[str, Any]) -> SimResult:
     arrays = {name: np.array(values[name], kind) for name, kind in ARRAYS.items()}
-    settings, capacity = Settings.parse(values["settings"]), tuple(values["capacity"])
-    return SimResult(**{**values, **arrays, "settings": settings, "capacity": capacity})
+    tuples = {name: tuple(values[name]) for name in ("capacity", "layer_bytes")}
+    return SimResult(**{**values, **arrays, **tuples, "settings": Settings.parse(values["settings"])})
 
 
 def _plans(values: list[dict[str, Any]]) -> tuple[Plan, ...]:

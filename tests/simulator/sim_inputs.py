@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 import numpy as np
 
+from foreload.formats import FORMATS, PackedFormat
 from foreload.profiler.schema import HardwareProfile, Measurement, ProfileMeta
 from foreload.shape import ModelShape
 from foreload.traces.schema import DECODE, DRAFT_VERIFY, PREFILL, PredictionColumn, Trace, TraceMeta, concatenate
@@ -136,6 +137,18 @@ def make_graph_profile(shape: ModelShape, copy_us: float = 100.0, slow_us: float
         add("window_experts_gpu", 3, 4 * experts + tokens, experts=experts, tokens=tokens)
     meta = base.meta.model_copy(update={"path": "graphs"})
     return HardwareProfile(meta=meta, measurements=tuple(points))
+
+
+def in_formats(profile: HardwareProfile, *formats: tuple[PackedFormat, float, float]) -> HardwareProfile:
+    """`profile` with experts measured alone: (format, microseconds of one on the device, of one on the CPU)."""
+    found, threads = [], sorted({m.at["threads"] for m in profile.measurements if m.probe == "experts_cpu"})
+    for name, gpu_us, cpu_us in formats:
+        for n in (1, 2):
+            cpu = [("cpu_format", cpu_us, {"threads": count}) for count in threads]
+            for probe, us, at in (("gpu_format", gpu_us, {}), *cpu):
+                where = {"experts": n, "format": FORMATS.index(name), **at}
+                found.append(Measurement(probe=probe, at=where, p50_us=n * us, p95_us=n * us, gpu_us=n, repeats=9))
+    return HardwareProfile(meta=profile.meta, measurements=(*profile.measurements, *found))
 
 
 GRAPH_OTHERS = {

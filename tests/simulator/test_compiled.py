@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
-from sim_inputs import make_graph_profile, make_profile, make_shape, make_trace, make_windows
+from sim_inputs import in_formats, make_graph_profile, make_profile, make_shape, make_trace, make_windows
 
 from foreload.errors import MismatchError, SettingsError
 from foreload.profiler.schema import HardwareProfile, Measurement
@@ -22,7 +22,10 @@ PROFILES = [
     for found in (make_profile(SHAPE, device=device, copy_us=copy, gpu_us=gpu) for device, copy, gpu in MACHINES)
 ]
 PROFILES += [make_graph_profile(SHAPE, copy_us=copy, slow_us=slow) for copy, slow in ((100, 1), (9.3, 1), (45, 2.7))]
+PROFILES = [in_formats(found, ("fp32", 18, 50), ("int8", 14, 31), ("mxfp4", 25, 12)) for found in PROFILES]
+FORMATS = [None, None, "int8", ("int8", "mxfp4", "int8"), ("mxfp4", "mxfp4", "int8")]
 FIELDS = {
+    "expert_format": st.sampled_from(FORMATS),
     "pool": st.sampled_from(["layer", "shared"]),
     "eviction": st.sampled_from(["lru", "lfu", "lfru", "static", "utility", "random"]),
     "admission": st.sampled_from(["demand", "background", "none"]),
@@ -64,7 +67,7 @@ def assert_equal(fast, slow):
     assert dict(fast.prefill_time_ns) == {kind: ns for kind, ns in slow.prefill_time_ns.items() if ns}
     assert dict(fast.sources) == dict(slow.sources)
     np.testing.assert_array_equal(fast.token_part, slow.token_part)
-    assert (fast.capacity, fast.expert_bytes, fast.settings) == (slow.capacity, slow.expert_bytes, slow.settings)
+    assert (fast.capacity, fast.layer_bytes, fast.settings) == (slow.capacity, slow.layer_bytes, slow.settings)
     assert (fast.warm_ns, fast.steps) == (slow.warm_ns, slow.steps)
 
 

@@ -1,11 +1,12 @@
 """Cost look-ups: verbatim at measured points, linear between, marked outside, refused where nothing is known."""
 
+import numpy as np
 import pytest
-from sim_inputs import make_profile, make_shape
+from sim_inputs import in_formats, make_profile, make_shape
 
-from foreload.errors import FileError, MismatchError, SettingsError
-from foreload.formats import FORMATS, PackedFormat, block_layout
-from foreload.profiler.schema import HardwareProfile, Measurement
+from foreload.errors import FileError, MismatchError
+from foreload.formats import block_layout
+from foreload.profiler.schema import HardwareProfile
 from foreload.settings import Settings
 from foreload.simulator.costs import SCALE, CostModel, as_costs, split_costs, worst
 
@@ -127,20 +128,9 @@ def test_split_costs_are_contended():
     assert found.gpu_ns.tolist() == pytest.approx([0, 24_000, 48_000], abs=2)
 
 
-def in_formats(*formats: tuple[PackedFormat, float, float]) -> HardwareProfile:
-    """A profile with experts measured alone: (format, microseconds of one on the device, on the CPU)."""
-    profile, found = make_profile(SHAPE), []
-    for name, gpu_us, cpu_us in formats:
-        for n in (1, 2):
-            for probe, us, at in (("gpu_format", gpu_us, {}), ("cpu_format", cpu_us, {"threads": 1})):
-                where = {"experts": n, "format": FORMATS.index(name), **at}
-                found.append(Measurement(probe=probe, at=where, p50_us=n * us, p95_us=n * us, repeats=9))
-    return HardwareProfile(meta=profile.meta, measurements=(*profile.measurements, *found))
-
-
 @pytest.mark.unit
 def test_another_format_shifts_experts_and_scales_copies() -> None:
-    profile = in_formats(("fp32", 10.0, 50.0), ("int8", 15.0, 20.0), ("bf16", 10.0, 5.0))
+    profile = in_formats(make_profile(SHAPE), ("fp32", 10.0, 50.0), ("int8", 15.0, 20.0), ("bf16", 10.0, 5.0))
     own = CostModel(profile, SHAPE)
     gpu, cpu = own.experts_gpu_ns(2), own.experts_cpu_ns(2, 1)
     assert own.for_settings(Settings()) is own
@@ -160,9 +150,31 @@ def test_another_format_shifts_experts_and_scales_copies() -> None:
 
 
 @pytest.mark.unit
-def test_formats_that_were_not_measured_or_differ_by_layer_are_refused() -> None:
-    costs = CostModel(in_formats(("fp32", 18.0, 50.0), ("fp8", 23.0, 20.0)), SHAPE)
+def test_formats_that_were_not_measured_are_refused() -> None:
+    costs = CostModel(in_formats(make_profile(SHAPE), ("fp32", 18.0, 50.0), ("fp8", 23.0, 20.0)), SHAPE)
     with pytest.raises(MismatchError, match="expert_format mxfp4 was not measured: it was fp32, fp8"):
         costs.for_settings(Settings(expert_format="mxfp4"))
-    with pytest.raises(SettingsError, match="expert_format bf16/fp8: layers in different formats can be run, not sim"):
+    with pytest.raises(MismatchError, match="expert_format bf16 was not measured"):
         costs.for_settings(Settings(expert_format=("fp8", "bf16", "fp8", "fp8")))
+    assert worst("measured", "extrapolated", "interpolated") == "extrapolated"
+
+
+@pytest.mark.unit
+def test_layers_in_different_formats() -> None:
+    measured = in_formats(make_profile(SHAPE), ("fp32", 18.0, 50.0), ("fp8", 23.0, 20.0), ("bf16", 9.0, 9.0))
+    own = CostModel(measured, SHAPE)
+    fp8, bf16 = (own.for_settings(Settings(expert_format=name)) for name in ("fp8", "bf16"))
+    chosen = Settings(expert_format=("fp8", "bf16", "fp8", "fp8"), miss_action="split")
+    mixed = own.for_settings(chosen).fresh()
+    assert mixed.formats == chosen.expert_format == mixed.replaying().formats
+    assert mixed.for_settings(chosen) is mixed
+    assert mixed.for_settings(Settings()).formats == own.formats
+    assert mixed.layer_bytes == (fp8.expert_bytes, bf16.expert_bytes, fp8.expert_bytes, fp8.expert_bytes)
+    for layer, alone in enumerate((fp8, bf16, fp8, fp8)):
+        assert mixed.at(layer).copy_ns == alone.copy_ns
+        assert mixed.at(layer).experts_cpu_ns(2, 1) == alone.experts_cpu_ns(2, 1)
+    assert {"copy", "experts_cpu"} <= mixed.used.keys()  # whichever layer it was that asked
+    parts = [split_costs(measured, SHAPE, chosen.changed(expert_format=name)) for name in ("fp8", "bf16")]
+    mean = split_costs(measured, SHAPE, chosen)
+    assert mean.io_ns == (3 * parts[0].io_ns + parts[1].io_ns) // 4
+    np.testing.assert_array_equal(mean.cpu_ns, (3 * parts[0].cpu_ns + parts[1].cpu_ns) // 4)

@@ -10,10 +10,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from sim_inputs import make_graph_profile, make_profile, make_shape, make_trace
+from sim_inputs import in_formats, make_graph_profile, make_profile, make_shape, make_trace
 
 from foreload.errors import BudgetError, FileError, MismatchError, UsageError
-from foreload.profiler.schema import HardwareProfile, Measurement
+from foreload.profiler.schema import HardwareProfile
 from foreload.settings import Settings
 from foreload.simulator.candidates import Change, Space
 from foreload.simulator.compiled import simulate
@@ -215,12 +215,7 @@ def test_a_seed_draws_the_parts(trace: Trace, profile: HardwareProfile) -> None:
 
 def with_formats(profile: HardwareProfile) -> HardwareProfile:
     """The profile with experts measured in fp8, which take half the time on the device and on the CPU."""
-    more = []
-    for name, scale in (("fp32", 1.0), ("bf16", 0.9), ("fp8", 0.5)):
-        at = {"experts": 1, "format": ("fp32", "bf16", "int8", "fp8", "mxfp4").index(name)}
-        more.append(Measurement(probe="gpu_format", at=at, p50_us=16 * scale, p95_us=16, repeats=1))
-        more.append(Measurement(probe="cpu_format", at={**at, "threads": 2}, p50_us=24 * scale, p95_us=24, repeats=1))
-    return HardwareProfile(meta=profile.meta, measurements=(*profile.measurements, *more))
+    return in_formats(profile, ("fp32", 16.0, 24.0), ("bf16", 14.4, 21.6), ("fp8", 8.0, 12.0))
 
 
 def test_a_format_competes_within_its_loss(trace: Trace, profile: HardwareProfile, alone: TuneResult) -> None:

@@ -1,0 +1,70 @@
+"""One probe's measurements as points to look up: exact, between two of them, or outside (see `costs`)."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from foreload.errors import FileError
+from foreload.profiler.schema import Measurement
+from foreload.units import us_to_ns
+
+Source = Literal["measured", "interpolated", "extrapolated", "assumed"]
+
+
+@dataclass(frozen=True)
+class Point:
+    """Host and device time at a coordinate."""
+
+    at: int
+    host_ns: int
+    gpu_ns: int
+    assumed: bool
+
+
+def _between(low: int, high: int, left: int, right: int, at: int) -> int:
+    span = right - left
+    return (low * (right - at) + high * (at - left) + span // 2) // span
+
+
+def interpolate(points: list[Point], at: int, sloped: bool) -> tuple[int, int, Source]:
+    """Host and GPU nanoseconds at `at` from points sorted by coordinate, and how they were found."""
+    index = bisect_left([p.at for p in points], at)
+    if index < len(points) and points[index].at == at:
+        return points[index].host_ns, points[index].gpu_ns, "assumed" if points[index].assumed else "measured"
+    if 0 < index < len(points):
+        a, b = points[index - 1], points[index]
+        host = _between(a.host_ns, b.host_ns, a.at, b.at, at)
+        gpu = _between(a.gpu_ns, b.gpu_ns, a.at, b.at, at)
+        return host, gpu, "assumed" if a.assumed or b.assumed else "interpolated"
+    edge = points[min(index, len(points) - 1)]
+    source: Source = "assumed" if edge.assumed else "extrapolated"
+    if not sloped:
+        half = edge.at // 2
+        return (edge.host_ns * at + half) // edge.at, (edge.gpu_ns * at + half) // edge.at, source
+    if index == 0 or len(points) == 1:
+        return edge.host_ns, edge.gpu_ns, source
+    a = points[-2]
+    host = max(edge.host_ns, _between(a.host_ns, edge.host_ns, a.at, edge.at, at))
+    return host, max(edge.gpu_ns, _between(a.gpu_ns, edge.gpu_ns, a.at, edge.at, at)), source
+
+
+def points_of(probe: str, axis: str, sloped: bool, found: list[Measurement]) -> list[Point]:
+    """`found`, measurements of `probe` by the coordinate `axis` (empty: none), in its order; FileError if they are not
+    those of one line.
+    """
+    points = []
+    for m in found:
+        if axis and axis not in m.at:
+            raise FileError(f"profile: a measurement of {probe!r} at {m.at} lacks the coordinate {axis!r}")
+        at = m.at[axis] if axis else 0
+        points.append(Point(at, us_to_ns(m.p50_us), us_to_ns(m.gpu_us), m.source == "assumed"))
+    points.sort(key=lambda p: p.at)
+    for a, b in pairwise(points):
+        if a.at == b.at:
+            raise FileError(f"profile: {probe!r} is measured twice at {axis or 'the same point'} {a.at}")
+    if points[0].at < 0 or (axis and not sloped and points[0].at == 0):
+        raise FileError(f"profile: {probe!r} is measured at {axis} {points[0].at}: it must be above 0")
+    return points
