@@ -1,8 +1,9 @@
-"""A recording for probes that need one: what is routed does not matter to them."""
+"""Recordings that are made up: of given routing, or, for probes, of routing that does not matter."""
 
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from foreload.shape import ModelShape
 from foreload.traces.schema import DECODE, PredictionColumn, Trace, TraceMeta
@@ -12,10 +13,17 @@ def recording(shape: ModelShape, rows: int = 16) -> Trace:
     """Rows of plain decode that route and predict the first experts of every layer."""
     layers, k = shape.n_moe_layers, shape.top_k
     routed = np.broadcast_to(np.arange(k, dtype=np.int16), (rows, layers, k)).copy()
-    column = PredictionColumn(predictor="gate", depth=1, width=k)
+    return of_routing(shape, routed, routed, "probes", -1)
+
+
+def of_routing(
+    shape: ModelShape, routed: NDArray[np.int16], predicted: NDArray[np.int16], source: str, seed: int
+) -> Trace:
+    """One request of plain decode; routed [T, L, k], predicted by the gate one layer ahead [T, L, width]."""
+    rows, column = len(routed), PredictionColumn(predictor="gate", depth=1, width=predicted.shape[2])
     meta = TraceMeta.of(
-        shape, model="made up", weights_hash="", tokenizer_hash="", source="probes", sampling={}, machine="",
-        software={}, seed=-1, predictions=(column,),
+        shape, model="made up", weights_hash="", tokenizer_hash="", source=source, sampling={}, machine="none",
+        software={}, seed=seed, predictions=(column,),
     )  # fmt: skip
     return Trace(
         meta=meta,
@@ -27,5 +35,5 @@ def recording(shape: ModelShape, rows: int = 16) -> Trace:
         accepted=np.ones(rows, np.bool_),
         experts=routed,
         weights=None,
-        predictions={("gate", 1): routed},
+        predictions={("gate", 1): predicted},
     )

@@ -7,8 +7,9 @@ from dataclasses import asdict
 import numpy as np
 from numpy.typing import NDArray
 
+from foreload.backend.made_up import of_routing
 from foreload.profiler.schema import HardwareProfile, Measurement, ProfileMeta
-from foreload.traces.schema import DECODE, PredictionColumn, Trace, TraceMeta
+from foreload.traces.schema import Trace
 from foreload.traces.synthetic import QWEN3
 
 SHAPE = QWEN3
@@ -96,30 +97,4 @@ def trace(tokens: int, seed: int = 0) -> Trace:
         kept[:] = False
         np.put_along_axis(kept, routed[token].astype(np.int64), True, axis=1)
     predicted[:, :1] = -1
-    return Trace(
-        meta=_meta(seed),
-        request=np.zeros(tokens, np.int32),
-        step=np.arange(tokens, dtype=np.int32),
-        phase=np.full(tokens, DECODE, np.int8),
-        position=np.arange(tokens, dtype=np.int32),
-        token_id=np.zeros(tokens, np.int32),
-        accepted=np.ones(tokens, np.bool_),
-        experts=routed,
-        weights=None,
-        predictions={("gate", 1): predicted},
-    )
-
-
-def _meta(seed: int) -> TraceMeta:
-    return TraceMeta.of(
-        SHAPE,
-        model="made up",
-        weights_hash="",
-        tokenizer_hash="",
-        source="benchmarks",
-        sampling={},
-        machine="none",
-        software={},
-        seed=seed,
-        predictions=(PredictionColumn(predictor="gate", depth=1, width=SHAPE.top_k),),
-    )
+    return of_routing(SHAPE, routed, predicted, "benchmarks", seed)

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from foreload.simulator.candidates import Candidate
     from foreload.simulator.costs import CostModel, split_costs
     from foreload.simulator.engine_model import simulate
-    from foreload.simulator.replay import lru_hits
     from foreload.simulator.result import SimResult
     from foreload.simulator.solver import Outcome, Problem, Solution, solve
     from foreload.simulator.timeline import TimelineEvent
@@ -37,7 +36,6 @@ _HOME = {
     "belady_loads": "bounds",
     "compare": "validation",
     "load_requests": "workload",
-    "lru_hits": "replay",
     "simulate": "engine_model",
     "solve": "solver",
     "split_costs": "costs",
@@ -59,7 +57,6 @@ __all__ = [
     "belady_loads",
     "compare",
     "load_requests",
-    "lru_hits",
     "simulate",
     "solve",
     "split_costs",

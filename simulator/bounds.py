@@ -12,16 +12,13 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from foreload.backend.policy.rules import BELADY
 from foreload.shape import ModelShape
 from foreload.simulator.costs import SCALE, CostModel
-from foreload.simulator.stacks import next_uses, stack_pass
+from foreload.simulator.stacks import layer_hits
 from foreload.simulator.workload import Request
-
-_NEVER = np.int64(1) << 60
 
 
 @dataclass(frozen=True)
@@ -53,76 +50,29 @@ class Bounds:
 
 def belady_loads(requests: Sequence[Request], shape: ModelShape) -> NDArray[np.int64]:
     """Fewest decode loads [L, E + 1] of each layer at every slot count, over the requests in order from empty."""
-    if all(request.demand.shape[2] == shape.top_k and set(request.fed) <= {1} for request in requests):
-        return _single_token_loads(requests, shape)
-    demanded, counted = _steps(requests, shape)
-    loads = np.zeros((shape.n_moe_layers, shape.experts + 1), np.int64)
-    for layer in range(shape.n_moe_layers):
-        _min_loads(np.ascontiguousarray(demanded[:, layer]), counted, loads[layer])
-    return loads
-
-
-def _single_token_loads(requests: Sequence[Request], shape: ModelShape) -> NDArray[np.int64]:
-    """The same for steps of one token: one pass per layer holds what a cache of every size holds (`stacks`)."""
-    blocks = [block for r in requests for block in (r.prompt, *r.demand[:, None]) if len(block)]
+    layers, k = shape.n_moe_layers, shape.top_k
+    blocks = [_rows(block, k) for r in requests for block in (r.prompt, *r.demand[:, None]) if len(block)]
     counted = np.array([c for r in requests for c in [False] * bool(len(r.prompt)) + [True] * len(r.demand)], np.bool_)
     starts = np.concatenate([[0], np.cumsum([len(block) for block in blocks])]).astype(np.int64)
-    ids = np.concatenate([np.zeros((0, shape.n_moe_layers, shape.top_k), np.int16), *blocks]).astype(np.int16)
-    fresh = np.zeros(len(counted), np.bool_)
-    loads = np.empty((shape.n_moe_layers, shape.experts + 1), np.int64)
-    for layer in range(shape.n_moe_layers):
-        of_layer, hits = np.ascontiguousarray(ids[:, layer]), np.zeros(shape.experts + 1, np.int64)
-        future = np.empty(of_layer.shape, np.int32)
-        next_uses(of_layer, starts, counted, future)
-        stack_pass(of_layer, future, (starts, starts[:-1], counted, fresh), BELADY, (layer, 0), hits)
-        loads[layer] = int(counted.sum()) * shape.top_k - np.cumsum(hits)
-    return loads
+    ids = np.concatenate([np.zeros((0, layers, k), np.int16), *blocks])
+    where = (starts, starts[:-1], counted, np.zeros(len(counted), np.bool_))
+    demanded = [sum(np.count_nonzero(request.counts[:, layer]) for request in requests) for layer in range(layers)]
+    hits = [
+        layer_hits(np.ascontiguousarray(ids[:, layer]), where, BELADY, (layer, 0), shape.experts)
+        for layer in range(layers)
+    ]
+    return np.array(demanded, np.int64)[:, None] - np.array(hits)
 
 
-def _steps(requests: Sequence[Request], shape: ModelShape) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Demand [S, L, E] of prompts and decode steps in order, and which steps' loads count [S]."""
-    total = sum(len(r.emitted) + 1 for r in requests)
-    demanded = np.zeros((total, shape.n_moe_layers, shape.experts), np.bool_)
-    counted = np.ones(total, np.bool_)
-    at, rows = 0, np.arange(shape.n_moe_layers)[:, None]
-    for request in requests:
-        for routed in request.prompt:
-            demanded[at, rows, routed] = True
-        counted[at] = False
-        at += 1
-        for step in range(len(request.emitted)):
-            layers, experts = request.needed(step)
-            demanded[at, layers, experts] = True
-            at += 1
-    return demanded, counted
-
-
-@njit(cache=True)
-def _min_loads(demanded: NDArray[np.bool_], counted: NDArray[np.bool_], loads: NDArray[np.int64]) -> None:
-    """Farthest-in-future eviction for every capacity; demanded [S, E], loads [E + 1]."""
-    steps, experts = demanded.shape
-    following = np.full((steps, experts), _NEVER)
-    later = np.full(experts, _NEVER)
-    for at in range(steps - 1, -1, -1):
-        following[at] = later
-        for expert in range(experts):
-            if demanded[at, expert]:
-                later[expert] = at if counted[at] else _NEVER
-    for capacity in range(experts + 1):
-        kept = np.full(experts, _NEVER)  # when a kept expert is used next; NEVER: not kept
-        for at in range(steps):
-            for expert in range(experts):
-                if demanded[at, expert]:
-                    if counted[at] and kept[expert] == _NEVER:
-                        loads[capacity] += 1
-                    kept[expert] = following[at, expert]
-            over = (kept != _NEVER).sum() - capacity
-            for _ in range(over):
-                worst = -1
-                for expert in range(experts):
-                    if kept[expert] != _NEVER and (worst < 0 or kept[expert] > kept[worst]):
-                        worst = expert
-                kept[worst] = _NEVER
+def _rows(demand: NDArray[np.int32], k: int) -> NDArray[np.int16]:
+    """The experts of a step [R, L, D], those that are not -1, in rows of k; what is left of the last repeats one."""
+    rows, layers, wide = demand.shape
+    if wide == k:
+        return demand.astype(np.int16)
+    padded = np.full((rows, layers, -(-wide // k) * k), -1, np.int16)
+    padded[:, :, :wide] = demand
+    filled = np.where(padded < 0, padded[:, :, :1], padded)
+    return np.ascontiguousarray(filled.reshape(rows, layers, -1, k).swapaxes(1, 2).reshape(-1, layers, k))
 
 
 def fewest_loads(loads: NDArray[np.int64], slots: int) -> int:

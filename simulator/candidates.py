@@ -8,13 +8,14 @@ from typing import Any
 
 from foreload.budget import predictor_bytes
 from foreload.errors import BudgetError, MismatchError, SettingsError
-from foreload.formats import layer_formats, slot_bytes
+from foreload.formats import FORMATS, block_layout, layer_formats, slot_bytes
 from foreload.presets import PRESETS, preset_settings
 from foreload.settings import GATE_SIDE, NEXT_STEP, Draft, Settings, check_slots, staging_slots
 from foreload.shape import ModelShape
 from foreload.simulator.costs import CostModel
 from foreload.simulator.result import SimResult
 from foreload.simulator.tuner.recorded import Look, looks, usable_draft, widest
+from foreload.simulator.tuner.rows import NO_LIMITS, Limits, most_loss_pct
 from foreload.traces.schema import Trace
 
 NO_PREFETCH: dict[str, Any] = {
@@ -34,7 +35,7 @@ class Change:
 
     predictor: str  # "none" where no layer executes predictions
     layers: tuple[int, ...]
-    expert_format: str | None  # as settings say it
+    expert_format: str | tuple[str, ...] | None  # as settings say it
     loss_pct: float  # of perplexity
 
 
@@ -48,6 +49,7 @@ class Candidate:
     planned_ns: float | None = None  # the program's estimate per token
     result: SimResult | None = field(default=None, repr=False)  # simulated on the requests that choose
     report: SimResult | None = field(default=None, repr=False)  # simulated on requests that chose nothing
+    over_ns: float = 0.0  # of `result`: time per token that the link is busy beyond its budget
     worst_ns: float | None = None  # of `result`: time per token on the slowest recording, if that is what counts
     tpots_ns: tuple[float, ...] = ()  # of `result`: time per token on each recording
 
@@ -75,10 +77,15 @@ def family(settings: Settings) -> str:
     if settings.speculate_layers:
         parts.append(f"speculated by {settings.predictor}")
     if settings.expert_format is not None:
-        parts.append(str(settings.expert_format))
+        parts.append(said_format(settings.expert_format))
     if settings.slots_per_layer is not None and not any(settings.slots_per_layer):
         parts.append("cache off")
     return ", ".join(parts)
+
+
+def said_format(format: str | tuple[str, ...] | None) -> str:
+    """An expert format in words."""
+    return "formats by layer" if isinstance(format, tuple) else str(format)
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,8 @@ class Space:
     draft_bytes: int = 0  # of a draft model that is not on the device anyway
     expert_bytes: int = 1  # of the base's format
     room_bytes: int = 0  # for slots, persistent and staging
+    losses: Mapping[str, float] = field(default_factory=dict)  # of formats that layers may be in, in per cent
+    limits: Limits = NO_LIMITS
 
     @classmethod
     def of(
@@ -125,9 +134,9 @@ class Space:
         ready = (
             {name for name, _ in known.get(1, ())} if costs.measured("speculated") and shape.top_k in every else set()
         )
-        usable = tuple(change for change in allowed if _usable(change, costs, base, ready))
+        changes = tuple(change for change in allowed if usable(change, costs, base, ready))
         threads, room = costs.cpu_threads, slots * size
-        return cls(shape, base, slots, threads, known, every, draft, usable, dtype, warm, beside, size, room)
+        return cls(shape, base, slots, threads, known, every, draft, changes, dtype, warm, beside, size, room)
 
     def budget(self, settings: Settings) -> int:
         """Slots, persistent and staging, beside the calibration and the draft model that `settings` add to the base."""
@@ -175,7 +184,27 @@ class Space:
         for change in self.changes:
             if (change.predictor, change.layers, change.expert_format) == wanted:
                 return change.loss_pct
+        if self.adds_up(settings):
+            loss = sum(self.losses[name] for name in format or ()) / self.shape.n_moe_layers
+            return loss if loss <= most_loss_pct(self.limits, self.shape.n_moe_layers) else None
         return 0.0 if not layers and format == self.base.expert_format else None
+
+    def adds_up(self, settings: Settings) -> bool:
+        """Whether the loss of `settings` is assumed: every layer loses its share of what its format loses."""
+        format, measured = settings.expert_format, {change.expert_format for change in self.changes}
+        mixed = isinstance(format, tuple) and not settings.speculate_layers and format not in measured
+        return mixed and set(format or ()) <= self.losses.keys()
+
+    def mixes(self) -> Iterator[tuple[tuple[str, float], ...]]:
+        """Formats that layers may be in, with their losses, the largest first: it sets the size of a slot."""
+        sizes = {name: block_layout(name, self.shape).bytes for name in FORMATS}
+        known = sorted(self.losses.items(), key=lambda item: (-sizes[item[0]], item[0]))  # type: ignore[index]
+        seen: set[int] = set()
+        for at, (name, _) in enumerate(known[:-1]):
+            size = sizes[name]  # type: ignore[index]
+            if size not in seen:
+                seen.add(size)
+                yield tuple(known[at:])
 
     def misses(self) -> Iterator[dict[str, Any]]:
         """Miss actions with thread count and admission."""
@@ -285,11 +314,11 @@ def _named(prefetch: Mapping[str, Any]) -> str:
     if prefetch["speculate_layers"]:
         parts.append("speculated")
     if prefetch.get("expert_format") is not None:
-        parts.append(str(prefetch["expert_format"]))
+        parts.append(said_format(prefetch["expert_format"]))
     return ", ".join(parts)
 
 
-def _usable(change: Change, costs: CostModel, base: Settings, ready: Collection[str]) -> bool:
+def usable(change: Change, costs: CostModel, base: Settings, ready: Collection[str]) -> bool:
     """Whether the profile holds the format, and the recordings the predictions that would be executed (`ready`)."""
     if change.layers and change.predictor not in ready:
         return False

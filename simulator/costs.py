@@ -148,6 +148,11 @@ class CostModel:
         """Bytes of one expert of each MoE layer."""
         return tuple(self.at(layer).expert_bytes for layer in range(self.shape.n_moe_layers))
 
+    @property
+    def copies_ns(self) -> tuple[int, ...]:
+        """`copy_ns` of each MoE layer."""
+        return tuple(self.at(layer).copy_ns for layer in range(self.shape.n_moe_layers))
+
     def kinds(self) -> tuple[list[CostModel], NDArray[np.int64]]:
         """The models of the distinct formats, and which of them each MoE layer's is, [L]."""
         models = list(dict.fromkeys(self._by_layer or (self,)))

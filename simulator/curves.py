@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from foreload.backend.policy.rules import BELADY, LFRU, LFU, LRU, RANDOM
 from foreload.errors import UsageError
 from foreload.settings import Settings
-from foreload.simulator.stacks import count_demand, next_uses, stack_pass
+from foreload.simulator.stacks import count_demand, layer_hits
 from foreload.traces.schema import PREFILL, Trace, TraceMeta
 
 ORDERS = {"lru": LRU, "lfu": LFU, "lfru": LFRU, "random": RANDOM, "belady": BELADY}
@@ -141,13 +141,8 @@ def curves(steps: Steps, policies: Sequence[str] = POLICIES, seed: int = 0) -> C
             if policy == "static":
                 hits[policy][layer, 1:] = np.cumsum((uses - cold)[np.argsort(-uses, kind="stable")])
                 continue
-            order = ORDERS[policy]
-            future = np.empty(ids.shape if order == BELADY else (0, ids.shape[1]), np.int32)
-            if order == BELADY:
-                next_uses(ids, steps.starts, steps.counted, future)
             where = (steps.starts, steps.chunk, steps.counted, steps.fresh)
-            stack_pass(ids, future, where, order, (layer, seed), hits[policy][layer])
-            np.cumsum(hits[policy][layer], out=hits[policy][layer])
+            hits[policy][layer] = layer_hits(ids, where, ORDERS[policy], (layer, seed), meta.experts)
     return Curves(meta, int(steps.counted.sum()), steps.whole, demanded, hits)
 
 

@@ -306,6 +306,7 @@ def _result(engine: EngineModel, requests: Sequence[Request]) -> SimResult:
         prefill_time_ns=engine.prefill_time,
         counters=engine.brain.counters.copy(),
         layer_bytes=engine.costs.layer_bytes,
+        copy_ns=engine.costs.copies_ns,
         sources=dict(sorted({**engine.costs.used, **routing}.items())),
         timeline=tuple(engine.timeline.events),
     )

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from foreload.backend.policy import Brain, SplitCosts, copies, prompt, step
+from foreload.backend.policy.copied import COPIES
 from foreload.backend.policy.rules import Rules
 from foreload.backend.policy.split import NO_COSTS
 from foreload.backend.policy.state import (
@@ -57,6 +57,12 @@ class Outcomes:
         """Copies issued as prefetches per layer-step, [L]."""
         issued: NDArray[np.float64] = self.counters[DECODE, :, PREFETCHED] / max(1, self.tokens)
         return issued
+
+    @property
+    def copied(self) -> NDArray[np.float64]:
+        """All copies per layer-step, [L]."""
+        copied: NDArray[np.float64] = self.counters[DECODE][:, list(COPIES)].sum(axis=1) / max(1, self.tokens)
+        return copied
 
 
 def prompt_counts(requests: Sequence[Request], shape: ModelShape, chunk_tokens: int) -> NDArray[np.int32]:
@@ -175,47 +181,3 @@ def _decode(
             step.finish(state, rules, layer, experts, action, costs)
             _land(state, DECODE)
         step.end_step(state)
-
-
-@njit(cache=True)
-def _stack_hits(demand: NDArray[np.int32], experts: int, hits: NDArray[np.int64]) -> None:
-    """Hits [E + 1] of one layer at every LRU size: an expert is found from the size just above its depth on."""
-    k = demand.shape[1]
-    stack = np.arange(experts)
-    seen = 0
-    for token in range(demand.shape[0]):
-        new = 0
-        for at in range(seen):
-            for i in range(k):
-                if stack[at] == demand[token, i]:
-                    hits[at + 1] += 1
-        rest = np.empty(seen, stack.dtype)
-        left = 0
-        for at in range(seen):
-            found = False
-            for i in range(k):
-                found = found or stack[at] == demand[token, i]
-            if not found:
-                rest[left] = stack[at]
-                left += 1
-        for i in range(k):
-            stack[new] = demand[token, i]
-            new += 1
-        for at in range(left):
-            stack[new + at] = rest[at]
-        seen = new + left
-    for size in range(1, experts + 1):
-        hits[size] += hits[size - 1]
-
-
-def lru_hits(requests: Sequence[Request], shape: ModelShape) -> NDArray[np.int64]:
-    """Decode hits [L, E + 1] of an LRU cache with demand admission at every slot count, in one pass.
-
-    A layer-step's whole demand is looked up before any of it is inserted. Prompts are left out: they fill the cache by
-    their own rule (`replay` includes it). For steps of one token; `curves` takes windows too.
-    """
-    demand = np.concatenate([request.demand for request in requests])
-    hits = np.zeros((shape.n_moe_layers, shape.experts + 1), np.int64)
-    for layer in range(shape.n_moe_layers):
-        _stack_hits(np.ascontiguousarray(demand[:, layer]), shape.experts, hits[layer])
-    return hits

@@ -143,8 +143,7 @@ class Link:
         self.landed_at: dict[int, int] = {}
         self.interruptions = 0  # copies that landed while the host was working
         self._env, self._sharing, self._brain, self._timeline = env, sharing, brain, timeline
-        layers = range(costs.shape.n_moe_layers)
-        self._copy_ns, self._bytes = [costs.at(layer).copy_ns for layer in layers], costs.layer_bytes
+        self._copy_ns, self._bytes = costs.copies_ns, costs.layer_bytes
         self._landing: dict[int, simpy.Event] = {}
         self._issue: simpy.Event | None = None
         self._kinds: dict[int, str] = {}  # as issued; a demand may have joined since

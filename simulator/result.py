@@ -37,6 +37,7 @@ class SimResult:
     prefill_time_ns: Mapping[str, int]  # the same of all prompts; sums to ttft_ns
     counters: NDArray[np.int64]  # [3 phases, L, Counter], in experts
     layer_bytes: tuple[int, ...]  # [L] of one expert
+    copy_ns: tuple[int, ...]  # [L] of one expert's copy, alone
     warm_ns: int  # loading residents before the first request; 0 without a warm start
     sources: Mapping[str, str]  # probe -> where its figures come from, the worst
     timeline: tuple[TimelineEvent, ...] = ()
@@ -98,6 +99,11 @@ class SimResult:
     def _bytes(self, *counters: Counter, phase: int = 0) -> int:
         return counted_bytes(self.counters[phase], self.layer_bytes, counters)
 
+    @property
+    def link_ns(self) -> float:
+        """Time per decode token that copies keep the link busy, nothing beside them; 0 without tokens."""
+        return counted_bytes(self.counters[0], self.copy_ns, COPIES) / self.tokens if self.tokens else 0.0
+
     def as_dict(self) -> dict[str, Any]:
         """The figures as JSON values, times in milliseconds."""
         parts = {"cold": COLD, "after_prefill": AFTER_PREFILL, "steady": STEADY}
@@ -112,6 +118,7 @@ class SimResult:
             "warm_start": {"bytes": self._bytes(Counter.FETCHED, phase=WARM), "ms": self.warm_ns / 1e6},
             "hit_rate": self.hit_rate,
             "bytes_per_token": self.bytes_per_token(),
+            "link_busy_ms_per_token": self.link_ns / 1e6,
             "bytes_wasted_per_token": self.bytes_per_token(Counter.WASTED),
             "time_per_token_ms": {kind: ns / tokens / 1e6 for kind, ns in sorted(self.time_ns.items())},
             "stall_per_token_ms": {kind: ns / tokens / 1e6 for kind, ns in self.stall_ns.items()},

@@ -200,3 +200,20 @@ def stack_pass(
         seen = _update(stack, seen, best, count, tokens, score, tie)
         tokens[needed[:count]] = 0
         now += not prompt
+
+
+def layer_hits(
+    ids: NDArray[np.int16],
+    where: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_]],
+    order: int,
+    salt: tuple[int, int],
+    experts: int,
+) -> NDArray[np.int64]:
+    """Hits [E + 1] of one layer with 0..E slots under an order of the brain's; arguments as for `stack_pass`."""
+    starts, _, counted, _ = where
+    hits = np.zeros(experts + 1, np.int64)
+    future = np.empty(ids.shape if order == BELADY else (0, ids.shape[1]), np.int32)
+    if order == BELADY:
+        next_uses(ids, starts, counted, future)
+    stack_pass(ids, future, where, order, salt, hits)
+    return np.cumsum(hits)

@@ -55,9 +55,22 @@ def layer_costs(
     shape, (models, of_layer) = costs.shape, costs.kinds()
     dense = _dense_ns(costs, settings, context)
     work = np.stack([_work_table(model, settings) for model in models])[of_layer]
-    chosen = slot_grid(shape) if grid is None else grid
     at_grid = np.array([_mean_ns(found, costs, dense, work) for found in outcomes])  # [grid, L]
-    every = np.arange(shape.experts + 1)
+    return _at_every(shape, at_grid, grid)
+
+
+def link_times(
+    outcomes: Sequence[Outcomes], costs: CostModel, grid: Sequence[int] | None = None
+) -> NDArray[np.float64]:
+    """Mean nanoseconds per step [L, E + 1] that a layer's copies keep the link busy, at every slot count."""
+    shape = costs.shape
+    at_grid = np.array([found.copied * np.array(costs.copies_ns) for found in outcomes])  # [grid, L]
+    return _at_every(shape, at_grid, grid)
+
+
+def _at_every(shape: ModelShape, at_grid: NDArray[np.float64], grid: Sequence[int] | None) -> NDArray[np.float64]:
+    """Lines [L, E + 1] between the slot counts of [grid, L]."""
+    every, chosen = np.arange(shape.experts + 1), slot_grid(shape) if grid is None else grid
     return np.array([np.interp(every, chosen, at_grid[:, layer]) for layer in range(shape.n_moe_layers)])
 
 
@@ -106,8 +119,8 @@ def _mean_ns(found: Outcomes, costs: CostModel, dense: int, work: NDArray[np.flo
     """
     fetched, on_cpu, _ = np.indices(found.histogram.shape[1:])
     link = found.prefetched[:, None, None, None] + fetched
-    copy_ns = np.array([costs.at(layer).copy_ns for layer in range(len(work))])[:, None, None, None]
-    times = np.maximum(dense + work[:, fetched, on_cpu], link * copy_ns)
+    copies_ns = np.array(costs.copies_ns)[:, None, None, None]
+    times = np.maximum(dense + work[:, fetched, on_cpu], link * copies_ns)
     seen = found.histogram > 0
     total: NDArray[np.float64] = np.where(seen, found.histogram * times, 0.0).sum(axis=(1, 2, 3))
     return total / max(1, found.tokens)

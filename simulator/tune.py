@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import TypedDict, Unpack, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from foreload.budget import fixed_bytes, predictor_bytes, slot_budget
 from foreload.errors import BudgetError, MismatchError, UsageError
-from foreload.formats import layer_formats, slot_bytes
+from foreload.formats import ExpertFormat, layer_bytes, layer_formats
 from foreload.profiler.schema import HardwareProfile
 from foreload.quality import QualityReport
 from foreload.settings import Settings, check_slots
 from foreload.shape import ModelShape
 from foreload.simulator.bounds import Bounds, bounds
-from foreload.simulator.candidates import Candidate, Change, Space
+from foreload.simulator.candidates import Candidate, Change, Space, usable
 from foreload.simulator.costs import CostModel
 from foreload.simulator.result import SimResult, joined
 from foreload.simulator.tuner.jobs import Chosen, Context, Plan, PlanJob, Robust, SimJob
 from foreload.simulator.tuner.journal import Journal
 from foreload.simulator.tuner.pool import Backend, Pool, Progress
 from foreload.simulator.tuner.result import PRESET, TuneResult
+from foreload.simulator.tuner.rows import Limits
 from foreload.simulator.tuner.search import Found, Search
 from foreload.simulator.tuner.study import study
 from foreload.simulator.workload import load_requests, request_numbers
@@ -49,6 +51,7 @@ class TuneOptions(TypedDict, total=False):
     slots: int | None  # instead: expert slots of the base's format, persistent and staging
     ram_bytes: int | None  # host memory for all experts: formats that need more do not compete
     base: Settings | None  # the default to beat; what is not tuned is taken from it
+    link_ns: int | None  # time per token that copies may keep the link busy
     quality: QualityReport | None  # measured losses of settings that change the text
     format_loss_pct: Mapping[str, float] | None  # losses of expert formats, as given
     max_quality_loss_pct: float | None  # what may be lost; without it nothing that changes the text competes
@@ -116,7 +119,9 @@ def prepare(
     _check_ram(costs, ram)
     start = base.changed(slots_per_layer=None, cache_ratio=None)
     check_slots(start, shape, slots, costs.expert_bytes)
-    allowed = [change for change in _allowed(recorded, start, asked) if _held(change.expert_format, costs, ram)]
+    lossy = _lossy(recorded, start, asked)
+    limits = Limits(ram, asked.get("link_ns"), asked.get("max_quality_loss_pct"))
+    allowed = [c for c in lossy if c.loss_pct <= (limits.loss_pct or 0) and _held(c.expert_format, costs, ram)]
     known = {(change.predictor, change.layers) for change in allowed}
     if start.speculate_layers and (start.predictor, start.speculated(shape)) not in known:
         raise UsageError(
@@ -133,7 +138,8 @@ def prepare(
         context = Context.of(recorded, profile, shape, dtype, warm, replayed)
         pool = stack.enter_context(Pool(context, *workers, journal, asked.get("progress")))
         parts = (fit, select, held)
-        yield Tuning(pool, replace(space, room_bytes=room_bytes), costs, parts, asked.get("robust", "mean"))
+        space = replace(space, room_bytes=room_bytes, limits=limits, losses=_by_layer(lossy, costs, start))
+        yield Tuning(pool, space, costs, parts, asked.get("robust", "mean"))
 
 
 def _budget(traces: Sequence[Trace], costs: CostModel, base: Settings, asked: TuneOptions) -> tuple[int, int]:
@@ -154,7 +160,7 @@ def _budget(traces: Sequence[Trace], costs: CostModel, base: Settings, asked: Tu
 
 def _check_ram(costs: CostModel, ram_bytes: int | None) -> None:
     """BudgetError if host memory cannot hold the experts of the settings to beat."""
-    needed = costs.shape.all_experts * costs.expert_bytes
+    needed = costs.shape.experts * sum(costs.layer_bytes)
     if ram_bytes is not None and needed > ram_bytes:
         short = needed - ram_bytes
         raise BudgetError(
@@ -165,15 +171,28 @@ def _check_ram(costs: CostModel, ram_bytes: int | None) -> None:
         )
 
 
-def _held(expert_format: str | None, costs: CostModel, ram_bytes: int | None) -> bool:
+def _by_layer(lossy: Sequence[Change], costs: CostModel, base: Settings) -> dict[str, float]:
+    """Losses of the formats that a layer may be in: those that can be simulated, and the base's where it has a name."""
+    found = {}
+    own = costs.formats[0]
+    if len(set(costs.formats)) == 1 and own in get_args(ExpertFormat):
+        found[str(own)] = 0.0
+    for change in lossy:
+        name = change.expert_format
+        if isinstance(name, str) and not change.layers and usable(change, costs, base, ()):
+            found.setdefault(name, change.loss_pct)
+    return found if len(found) > 1 else {}
+
+
+def _held(expert_format: str | tuple[str, ...] | None, costs: CostModel, ram_bytes: int | None) -> bool:
     """Whether host memory holds all experts in a format, as settings say it."""
     chosen = Settings.parse({"expert_format": expert_format}).expert_format
     formats = layer_formats(chosen, costs.shape, costs.profile.meta.dtype)
-    return ram_bytes is None or costs.shape.all_experts * slot_bytes(formats, costs.shape) <= ram_bytes
+    return ram_bytes is None or costs.shape.experts * sum(layer_bytes(formats, costs.shape)) <= ram_bytes
 
 
-def _allowed(traces: Sequence[Trace], base: Settings, asked: TuneOptions) -> list[Change]:
-    """What is known to lose at most the budget, of this model alone."""
+def _lossy(traces: Sequence[Trace], base: Settings, asked: TuneOptions) -> list[Change]:
+    """What changes the text at a known loss, of this model alone; nothing without a budget for it."""
     quality, budget_pct = asked.get("quality"), asked.get("max_quality_loss_pct")
     given = asked.get("format_loss_pct") or {}
     if (quality is None and not given) != (budget_pct is None):
@@ -189,15 +208,15 @@ def _allowed(traces: Sequence[Trace], base: Settings, asked: TuneOptions) -> lis
                     f"{trace.meta.model!r} with weights {trace.meta.weights_hash}"
                 )
         changes += _measured(quality, base)
-    return [change for change in changes if change.loss_pct <= budget_pct]
+    return changes
 
 
 def _measured(quality: QualityReport, base: Settings) -> list[Change]:
-    """The variants of a report that settings can be: one format for all layers, true routing in prompts."""
+    """The variants of a report that settings can be: true routing in prompts."""
     found = []
     for variant in quality.variants:
         format, speculates = variant.expert_format, bool(variant.layers)
-        if isinstance(format, tuple) or variant.in_prompts or not (speculates or format != base.expert_format):
+        if variant.in_prompts or not (speculates or format != base.expert_format):
             continue
         predictor = variant.predictor if speculates else "none"
         found.append(Change(predictor, variant.layers, format, quality.loss_pct(variant)))
@@ -224,17 +243,31 @@ class Tuning:
         found = search.run()
         default = self._reported(found.default)
         ranked = found.ranked()
+        if not ranked:
+            raise self._too_busy(found)
         best = default
-        if ranked[0].tpot_ns < default.tpot_ns * (1 - KEEP_BELOW):
+        if default.over_ns or ranked[0].tpot_ns < default.tpot_ns * (1 - KEEP_BELOW):
             winner = self._reported(ranked[0])
             presets = [c.tpot_ns for c in ranked if c.name.startswith(PRESET)]
-            behind = bool(presets) and default.tpot_ns > PRESETS_WITHIN * min(presets)
+            behind = (bool(presets) and default.tpot_ns > PRESETS_WITHIN * min(presets)) or default.over_ns > 0
             if winner.report is None or default.report is None or behind or _tpot(winner) < _tpot(default):
                 best = winner
         known = {default.settings: default, best.settings: best}
         looked = study(search, self.space, found, best.settings) if around else None
         result = self._result(found, default, best, tuple(known.get(c.settings, c) for c in ranked))
         return replace(result, plan=self._proven(found, search.whole_steps), study=looked)
+
+    def _too_busy(self, found: Found) -> BudgetError:
+        """That all keep the link busy for longer than they may, and by how much the least of them."""
+        least = min(found.whole.values(), key=lambda c: c.over_ns)
+        copies_ns, size = self.costs.copies_ns[0], self.costs.layer_bytes[0]
+        short = math.ceil(least.over_ns * size / copies_ns)
+        return BudgetError(
+            f"link time of {(self.space.limits.link_ns or 0) / 1e6:g} ms per token: the copies of {least.name} take "
+            f"{least.over_ns / 1e6:.3f} ms more ({short} bytes), and those of all else that was simulated",
+            "link",
+            short,
+        )
 
     def _result(
         self, found: Found, default: Candidate, best: Candidate, candidates: tuple[Candidate, ...]
@@ -245,7 +278,7 @@ class Tuning:
         simulated = {c.family for c in candidates}
         for settings, ns in sorted(found.part.items(), key=lambda item: item[1]):
             name = found.names[settings].family
-            if name not in simulated:
+            if name not in simulated and ns < math.inf:
                 passed.setdefault(name, ns / 1e6)
         return TuneResult(
             best=best,
@@ -257,6 +290,7 @@ class Tuning:
             select=select[0],
             held_out=held_out[0],
             quality_loss_pct=space.loss_pct(best.settings) or 0.0,
+            loss_assumed=space.adds_up(best.settings),
             recordings=len(fit),
             robust=self.robust,
             losses=losses,
@@ -272,7 +306,9 @@ class Tuning:
             return None
         cheapest = found.plans[0].settings
         ask = (cheapest.changed(slots_per_layer=None), self.space.budget(cheapest))
-        (done,) = self.pool.map([PlanJob((ask,), self.parts[0], steps, self.robust, relax=True)], "prove")
+        limits = Limits(link_ns=self.space.limits.link_ns)
+        job = PlanJob((ask,), self.parts[0], steps, self.robust, relax=True, limits=limits)
+        (done,) = self.pool.map([job], "prove")
         return next((plan for plan in done if isinstance(plan, Plan)), None)
 
     def _bounds(self) -> Bounds:

@@ -53,6 +53,10 @@ def tune(
     ram: Annotated[
         str | None, typer.Option("--ram", metavar="SIZE", help="Host memory for experts: larger formats stay out.")
     ] = None,
+    link_time: Annotated[
+        float | None,
+        typer.Option("--link-time", metavar="MS", help="Time per token that copies may keep the link busy."),
+    ] = None,
     context: ContextIn = None,
     link: LinkIn = None,
     cpu_scale: CpuScaleIn = None,
@@ -129,6 +133,7 @@ def tune(
         "vram_bytes": None if vram is None else parse_bytes(vram, "--vram"),
         "context_tokens": longest, "slots": slots, "base": base,
         "ram_bytes": None if ram is None else parse_bytes(ram, "--ram"),
+        "link_ns": _link_ns(link_time),
         "quality": None if quality is None else QualityReport.load(quality),
         "format_loss_pct": losses, "max_quality_loss_pct": max_quality_loss,
         "warm": inputs.warm_counts(warm), "draft_bytes": _draft_bytes(inputs, base, longest),
@@ -144,6 +149,13 @@ def tune(
         write_run(run, result, inputs, profile, trace[0])
     values = {"file": str(out), **_provenance(inputs), **result.as_dict()}
     output.finish(values, lambda console: show_result(console, values, result))
+
+
+def _link_ns(milliseconds: float | None) -> int | None:
+    """Of --link-time."""
+    if milliseconds is not None and not 0 <= milliseconds < float("inf"):
+        raise UsageError(f"--link-time {milliseconds:g}: milliseconds from 0 on are needed")
+    return None if milliseconds is None else round(milliseconds * 1e6)
 
 
 def _provenance(inputs: Inputs) -> dict[str, Any]:

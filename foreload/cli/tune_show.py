@@ -119,7 +119,10 @@ def _text(result: TuneResult) -> dict[str, str]:
     """What the best settings do to the text, if anything."""
     if not result.changes_text:
         return {}
-    loss = f"changes: perplexity {result.quality_loss_pct:+.2f} % (measured, or as given)"
+    source = "measured, or as given"
+    if result.loss_assumed:
+        source = "assumed: each layer loses its share of what its format loses; foreload quality measures it"
+    loss = f"changes: perplexity {result.quality_loss_pct:+.2f} % ({source})"
     if result.best.settings.speculate_layers:
         loss += "; simulated on routing that may drift (assumed): record again under these settings"
     return {"text": loss}

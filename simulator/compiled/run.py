@@ -179,5 +179,6 @@ class _Run:
             prefill_time_ns=times[PREFILL],
             counters=self.brain.counters.copy(),
             layer_bytes=self.costs.layer_bytes,
+            copy_ns=self.costs.copies_ns,
             sources=used(self.costs, self.settings, self.machine, self.requests, self.sampled, self.all_slots),
         )

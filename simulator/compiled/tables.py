@@ -44,8 +44,18 @@ def rates(costs: CostModel, settings: Settings, most: int, tokens: int) -> Rates
             cpu_rate[n] = costs.cpu_rate(n, threads)
             both_rate[1:, n] = [costs.both_rate(gpu, n, threads) for gpu in range(1, most + 1)]
     times = astuple(DeviceTimes.of(costs, settings))
-    copy_ns = np.array([costs.at(layer).copy_ns for layer in range(len(of_layer))], np.int64)
-    return Rates(*(of_layer, copy_ns, copy_rate, costs.cost("wait").host_ns, *times, cpu_ns, cpu_rate, both_rate))
+    return Rates(
+        *(
+            of_layer,
+            np.array(costs.copies_ns, np.int64),
+            copy_rate,
+            costs.cost("wait").host_ns,
+            *times,
+            cpu_ns,
+            cpu_rate,
+            both_rate,
+        )
+    )
 
 
 def blocks(costs: CostModel, settings: Settings, most: int, tokens: int, fed: int, sampled: bool) -> Blocks:

@@ -11,14 +11,16 @@ from foreload.simulator.solver.problem import Outcome, Problem, Solution
 Key = TypeVar("Key", bound=Hashable)
 
 
-def best_plans(problem: Problem, count: int, distance: int = 1, time_limit_s: float = 20.0) -> list[Solution]:
-    """Up to `count` plans, cheapest first, each two of which differ in at least `distance` layers.
+def best_plans(
+    problem: Problem, count: int, distance: int = 1, time_limit_s: float = 20.0, gap: float = 0.0
+) -> list[Solution]:
+    """Up to `count` plans, cheapest first (to within `gap`), each two of which differ in at least `distance` layers.
 
     Made of efficient choices alone: a plan that wastes a budget where another of its layers would be no dearer is none.
     """
     found: list[Solution] = []
     while len(found) < count:
-        plan = solve(problem, time_limit_s, without=[s.choice for s in found], distance=distance, relax=False)
+        plan = solve(problem, time_limit_s, gap, without=[s.choice for s in found], distance=distance, relax=False)
         if not plan.found:
             break
         found.append(plan)

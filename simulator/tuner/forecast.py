@@ -11,7 +11,7 @@ from foreload.simulator.tables import GRID_POINTS
 from foreload.simulator.tune import Tuning
 from foreload.simulator.tuner.jobs import ROUGH_POINTS, PlanJob, SimJob, perform, sharing
 from foreload.simulator.tuner.moves import neighbours
-from foreload.simulator.tuner.search import EXPANDED, PLANNED_WHOLE, PLANS_EACH, ROUNDS, SHORT_LIST
+from foreload.simulator.tuner.search import EXPANDED, MIXED_KINDS, PLANNED_WHOLE, PLANS_EACH, ROUNDS, SHORT_LIST
 
 SAMPLE = 24
 """Decode steps of each request that are tried."""
@@ -64,12 +64,13 @@ def forecast(tuning: Tuning) -> Forecast:
     wholes = first + again * PLANS_EACH + changes if search.screen_steps is None else first // 2 + 3 * ROUNDS
     parts = 0 if search.screen_steps is None else first + again * PLANS_EACH + changes
     replay_s = plan_s / GRID_POINTS / sampled_fit
-    seconds = replay_s * plan_steps * ROUGH_POINTS * len(rough) + replay_s * whole_steps * GRID_POINTS * again
+    grids = again + MIXED_KINDS * sum(1 for _ in space.mixes())
+    seconds = replay_s * plan_steps * ROUGH_POINTS * len(rough) + replay_s * whole_steps * GRID_POINTS * grids
     seconds += again * PLANS_EACH * plan_s + simulate_s / sampled_select * (part * parts + whole * wholes)
     return Forecast(
         candidates=tuple(candidate.name for candidate in fixed),
         options=len(options),
-        replays=ROUGH_POINTS * len(rough) + GRID_POINTS * again,
+        replays=ROUGH_POINTS * len(rough) + GRID_POINTS * grids,
         plan_steps=plan_steps,
         simulations=parts + wholes,
         select_steps=whole,

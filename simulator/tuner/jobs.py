@@ -25,9 +25,11 @@ from foreload.settings import Settings, staging_slots
 from foreload.shape import ModelShape
 from foreload.simulator.compiled import simulate_requests
 from foreload.simulator.costs import CostModel
+from foreload.simulator.replay import Outcomes
 from foreload.simulator.result import SimResult
 from foreload.simulator.solver import Problem, Solution, best_plans, by_sorting, solve
-from foreload.simulator.tables import grid_around, layer_costs, replay_grid, slot_grid
+from foreload.simulator.tables import grid_around, layer_costs, link_times, replay_grid, slot_grid
+from foreload.simulator.tuner.rows import NO_LIMITS, InFormat, Limits, planned, program
 from foreload.simulator.whatif import Machine, on_machine
 from foreload.simulator.workload import Request, first_steps, load_requests
 from foreload.traces.schema import Trace
@@ -37,6 +39,8 @@ Chosen: TypeAlias = tuple[tuple[int, ...], ...]
 """Requests of each recording."""
 ROUGH_POINTS = 7
 PROFILED = Machine()
+GAP = 0.002
+"""How far a plan under several budgets may be from the best one, a share of its time."""
 HELD = 12
 """Sets of loaded requests a process keeps."""
 
@@ -117,6 +121,8 @@ class PlanJob:
     distance: int = 1
     rough: bool = False  # by sorting, from fewer slot counts; else those about the first ask's mean
     relax: bool = False  # whether the linear program's bound is wanted
+    formats: tuple[tuple[str, float], ...] = ()  # expert formats that layers may be in, with their losses in per cent
+    limits: Limits = NO_LIMITS
     machine: Machine = PROFILED
 
 
@@ -231,26 +237,45 @@ class Bench:
         for settings, slots in job.asks:
             room = slots - staging_slots(settings, self._shape)
             if room >= 0:
-                tables = [layer_costs(grid, costs, settings, context, points) for grid in grids]
-                weights = [max(1, grid[0].tokens) for grid in grids]
-                table = _joined(tables, weights, job.robust)
-                found += [_plan_of(settings, slots, one, job.relax) for one in self._solutions(job, table, room)]
+                tables = self._tables(job, settings, grids, context, points)
+                for one in _solutions(job, program(tables, room, job.limits)):
+                    chosen = planned(settings, one.choice, tables, self._shape)
+                    found.append(_plan_of(chosen, slots, one, job.relax))
         return tuple(found)
 
-    def _solutions(self, job: PlanJob, table: NDArray[np.float64], room: int) -> list[Solution]:
-        counts = np.tile(np.arange(self._shape.experts + 1), (self._shape.n_moe_layers, 1))
-        problem = Problem(table, {"vram": counts}, {"vram": room})
-        if job.count > 1:
-            solutions = best_plans(problem, job.count, job.distance)
-        else:
-            solutions = [by_sorting(problem) if job.rough else solve(problem, relax=job.relax)]
-        return [solution for solution in solutions if solution.found]
+    def _tables(
+        self,
+        job: PlanJob,
+        settings: Settings,
+        grids: Sequence[Sequence[Outcomes]],
+        context: int,
+        points: Sequence[int],
+    ) -> list[InFormat]:
+        """Of all recordings together, in every format that layers may be in, or in the settings' own."""
+        found, weights = [], [max(1, grid[0].tokens) for grid in grids]
+        for name, loss_pct in job.formats or (("", 0.0),):
+            chosen = settings.changed(expert_format=name) if name else settings
+            costs = self.costs(job.machine).for_settings(chosen)
+            times = _joined([layer_costs(grid, costs, chosen, context, points) for grid in grids], weights, job.robust)
+            link = _joined([link_times(grid, costs, points) for grid in grids], weights, job.robust)
+            found.append(InFormat(times, link, costs.layer_bytes, name, loss_pct))
+        return found
+
+
+def _solutions(job: PlanJob, problem: Problem) -> list[Solution]:
+    gap = GAP if len(problem.limit) > 1 else 0.0
+    if job.count > 1:
+        solutions = best_plans(problem, job.count, job.distance, gap=gap)
+    elif job.rough and not gap:
+        solutions = [by_sorting(problem)]
+    else:
+        solutions = [solve(problem, gap=gap, relax=job.relax)]
+    return [solution for solution in solutions if solution.found]
 
 
 def _plan_of(settings: Settings, slots: int, solution: Solution, relax: bool) -> Plan:
-    planned = settings.changed(slots_per_layer=solution.choice, cache_ratio=None)
     relaxed = solution.relaxed if relax else None
-    return Plan(planned, slots, solution.objective, solution.bound, relaxed, solution.outcome.value, solution.solver)
+    return Plan(settings, slots, solution.objective, solution.bound, relaxed, solution.outcome.value, solution.solver)
 
 
 def _joined(tables: Sequence[NDArray[np.float64]], weights: Sequence[int], robust: Robust) -> NDArray[np.float64]:

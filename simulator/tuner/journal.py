@@ -125,7 +125,7 @@ def _values(result: SimResult) -> dict[str, Any]:
 
 def _result(values: Mapping[str, Any]) -> SimResult:
     arrays = {name: np.array(values[name], kind) for name, kind in ARRAYS.items()}
-    tuples = {name: tuple(values[name]) for name in ("capacity", "layer_bytes")}
+    tuples = {name: tuple(values[name]) for name in ("capacity", "layer_bytes", "copy_ns")}
     return SimResult(**{**values, **arrays, **tuples, "settings": Settings.parse(values["settings"])})
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from foreload.settings import NEXT_STEP, Settings
-from foreload.simulator.candidates import NO_PREFETCH, Space, looked
+from foreload.simulator.candidates import NO_PREFETCH, Space, looked, said_format
 
 
 def neighbours(space: Space, settings: Settings) -> Iterator[tuple[str, Settings]]:
@@ -60,7 +60,8 @@ def _prefetch_changes(space: Space, settings: Settings) -> Iterator[tuple[str, d
                     yield f"{look[0]}, depth {depth}, width {width}", fields
     for option in space.prefetches():
         if option.get("expert_format") != format and not option["speculate_layers"] and "expert_format" in option:
-            yield f"expert_format {option['expert_format']}", {"expert_format": option["expert_format"]}
+            name = option["expert_format"]
+            yield f"expert_format {said_format(name)}", {"expert_format": name}
 
 
 def _drafts(space: Space, settings: Settings) -> Iterator[tuple[str, Settings | None]]:

@@ -35,6 +35,7 @@ class TuneResult:
     recordings: int = 1
     robust: Robust = "mean"
     study: Study | None = None  # what lies around the answer, if asked for
+    loss_assumed: bool = False  # whether that adds up what layers in different formats lose
     losses: Mapping[Settings, float] | None = None  # of candidates that change the text
     passed_over: Mapping[str, float] | None = None  # family -> ms per token, of those simulated on a part alone
 
@@ -91,6 +92,7 @@ class TuneResult:
             "bounds": self.bounds.as_dict(),
             "study": None if self.study is None else self.study.as_dict(),
             "quality_loss_pct": self.quality_loss_pct,
+            "quality_loss_source": "assumed" if self.loss_assumed else "measured or given",
             "quality_front": [
                 {"loss_pct": loss, "name": c.name, "tpot_ms": c.tpot_ns / 1e6} for loss, c in self.quality_front()
             ],

@@ -15,6 +15,7 @@ from foreload.simulator.result import SimResult, joined
 from foreload.simulator.tuner.jobs import PROFILED, Chosen, Plan, PlanJob, Robust, SimJob, sharing
 from foreload.simulator.tuner.moves import neighbours
 from foreload.simulator.tuner.pool import Pool
+from foreload.simulator.tuner.rows import Limits
 from foreload.simulator.whatif import Machine
 from foreload.traces.schema import PREFILL
 
@@ -26,6 +27,8 @@ PLANNED_WHOLE, PLANS_EACH, PLANS_APART = 3, 3, 4
 NEAR, NEARER, AT_LEAST = 1.15, 1.03, 8
 """Candidates to simulate whole: within this factor of the best on the part, later this one; at first so many at least.
 """
+MIXED_KINDS = 2
+"""Kinds of settings that are planned with a format for each layer."""
 ROUNDS, EXPANDED = 4, 3
 """Rounds of small changes, and the candidates that are changed in each."""
 
@@ -41,8 +44,8 @@ class Found:
     plans: list[Plan] = field(default_factory=list)  # the lowest bound first
 
     def ranked(self) -> list[Candidate]:
-        """Candidates that were simulated whole, best first."""
-        return sorted(self.whole.values(), key=lambda c: c.tpot_ns)
+        """Candidates that were simulated whole and keep their budgets, best first."""
+        return sorted((c for c in self.whole.values() if not c.over_ns), key=lambda c: c.tpot_ns)
 
 
 class Search:
@@ -79,6 +82,7 @@ class Search:
         first = [fixed[0], *presets]
         self._try(found, [*first, *fixed[1:], *_short_list(found.plans)], {c.settings for c in first})
         self._try(found, self._best_plans(found))
+        self._try(found, self._mixed_plans(found))
         expanded: set[Settings] = set()
         for _ in range(ROUNDS):
             starts = [c for c in found.ranked()[:EXPANDED] if c.settings not in expanded]
@@ -114,7 +118,12 @@ class Search:
 
     def rough_plan(self, machine: Machine = PROFILED) -> PlanJob:
         """How options are planned first: on a part, by sorting."""
-        return PlanJob((), self._fit, self.plan_steps, self._robust, rough=True, machine=machine)
+        return PlanJob((), self._fit, self.plan_steps, self._robust, rough=True, machine=machine, limits=self._link)
+
+    @property
+    def _link(self) -> Limits:
+        """What any plan keeps to."""
+        return Limits(link_ns=self.space.limits.link_ns)
 
     def plans(self, jobs: Sequence[PlanJob], what: str) -> list[Plan]:
         """All plans of the jobs."""
@@ -127,9 +136,28 @@ class Search:
             settings.changed(slots_per_layer=None)
             for settings in (*best[:PLANNED_WHOLE], *(plan.settings for plan in found.plans[:PLANNED_WHOLE]))
         )
-        like = PlanJob((), self._fit, self.whole_steps, self._robust, PLANS_EACH, PLANS_APART)
+        like = PlanJob((), self._fit, self.whole_steps, self._robust, PLANS_EACH, PLANS_APART, limits=self._link)
         plans = self._planned(list(chosen), like, "plan on all")
         return [_candidate(plan) for plan in plans]
+
+    def _mixed_plans(self, found: Found) -> list[Candidate]:
+        """Plans that choose a format for each layer, too, of the kinds that were simulated best in one format."""
+        base = self.space.base.expert_format
+        best = [c.settings for c in found.ranked() if c.settings.pool == "layer" and c.settings.draft.kind == "none"]
+        kinds = [s.changed(slots_per_layer=None, expert_format=base) for s in best if not s.speculate_layers]
+        jobs = []
+        for kind in list(dict.fromkeys(kinds))[:MIXED_KINDS]:
+            for formats in self.space.mixes():
+                sized = kind.changed(expert_format=formats[0][0])
+                ask = (sized, self.space.budget(sized))
+                more = {"formats": formats, "limits": self.space.limits}
+                jobs.append(PlanJob((ask,), self._fit, self.whole_steps, self._robust, **more))  # type: ignore[arg-type]
+        filled = [self.space.fitted(plan.settings) for plan in self.plans(jobs, "plan formats")]
+        return [
+            Candidate("program, formats by layer", family(settings), settings)
+            for settings in filled
+            if settings is not None and self.space.loss_pct(settings) is not None
+        ]
 
     # Simulating
 
@@ -173,13 +201,21 @@ class Search:
         """Nanoseconds per token of each job, as recordings are judged."""
         return [self._tpot(results) for results in self.simulated(jobs, what)]
 
+    def _over_ns(self, results: Sequence[SimResult]) -> float:
+        """By how much the link is busy beyond its budget."""
+        limit = self.space.limits.link_ns
+        return 0.0 if limit is None else max(0.0, joined(results).link_ns - limit)
+
     def _tpot(self, results: Sequence[SimResult]) -> float:
+        if self._over_ns(results):
+            return float("inf")
         return max(r.tpot_ns for r in results) if self._robust == "worst" else joined(results).tpot_ns
 
     def _known(self, candidate: Candidate, results: Sequence[SimResult]) -> Candidate:
         worst = max(r.tpot_ns for r in results) if self._robust == "worst" else None
         tpots = tuple(r.tpot_ns for r in results)
-        return replace(candidate, result=joined(results), worst_ns=worst, tpots_ns=tpots)
+        over = self._over_ns(results)
+        return replace(candidate, result=joined(results), worst_ns=worst, tpots_ns=tpots, over_ns=over)
 
 
 def _candidate(plan: Plan) -> Candidate:

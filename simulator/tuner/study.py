@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -125,9 +126,9 @@ def _singles(space: Space, found: Found, best: Settings) -> tuple[Single, ...]:
     singles = []
     for what, settings in neighbours(space, best):
         candidate = found.whole.get(settings)
-        if candidate is not None:
+        if candidate is not None and not candidate.over_ns:
             singles.append(Single(what, settings, candidate.tpot_ns / found.whole[best].tpot_ns - 1, True))
-        elif settings in found.part:
+        elif candidate is None and found.part.get(settings, math.inf) < math.inf:
             singles.append(Single(what, settings, found.part[settings] / found.part[best] - 1, False))
     return tuple(sorted(singles, key=lambda single: -single.loss))
 
@@ -171,9 +172,10 @@ def _answers(search: Search, jobs: Sequence[PlanJob]) -> list[tuple[tuple[Settin
 
 
 def _point(ask: _Ask, times: dict[Settings, float], default: Settings | None, best: Settings) -> Point | None:
+    times = {settings: ns for settings, ns in times.items() if ns < math.inf}  # others keep the link too busy
     if not times:
         return None
     winner = min(times, key=lambda settings: times[settings])
     space = ask.space
-    default_ns = None if default is None else times[default]
+    default_ns = None if default is None else times.get(default)
     return Point(ask.name, space.slots, space.room_bytes, winner, times[winner], times.get(best), default_ns)

@@ -53,6 +53,14 @@ def test_several_recordings_resumed(files: list[str], tmp_path: Path, capsys: An
     assert Settings.load(out).model_dump(mode="json", exclude_defaults=True) == first["best"]["settings"]
 
 
+def test_the_time_of_the_link(files: list[str], tmp_path: Path, capsys: Any) -> None:
+    flags = [*files, "--out", str(tmp_path / "s.json"), "--no-study"]
+    held = shown(capsys, "tune", *flags, "--link-time", "0.1")
+    assert held["best"]["predicted"]["link_busy_ms_per_token"] <= 0.1 < 1
+    assert main(["tune", *flags, "--link-time", "-1"]) == 2
+    assert "--link-time -1: milliseconds from 0 on are needed" in capsys.readouterr().err
+
+
 def test_host_memory_that_is_too_small(files: list[str], capsys: Any) -> None:
     assert main(["tune", *files, "--dry-run", "--ram", "1kB"]) == 3
     assert "host memory of 1000 B cannot hold the experts" in capsys.readouterr().err

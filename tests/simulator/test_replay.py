@@ -2,13 +2,11 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from sim_inputs import make_profile, make_shape, make_trace
 
 from foreload.backend.policy import Brain, Counter
 from foreload.settings import Settings
-from foreload.simulator import load_requests, lru_hits, simulate
+from foreload.simulator import load_requests, simulate
 from foreload.simulator.replay import replay
 
 SHAPE = make_shape(layers=3, experts=10, top_k=3)
@@ -82,15 +80,3 @@ def test_counts_prefetches_used_and_wasted():
     assert found.counters[0, 1:, Counter.MISSES].tolist() == [0, 0]
     assert found.prefetched.tolist() == [0.0, 3.0, 3.0]
     assert found.histogram[1, 0, 0, 3] == 20
-
-
-@pytest.mark.integration
-@settings(max_examples=15, deadline=None)
-@given(seed=st.integers(0, 999), experts=st.integers(3, 12), repeat=st.floats(0, 1))
-def test_one_lru_pass_equals_a_replay_at_every_size(seed, experts, repeat):
-    shape = make_shape(layers=2, experts=experts, top_k=3)
-    trace = make_trace(shape, requests=2, prompt=0, tokens=12, seed=seed, depths=0, repeat=repeat)
-    requests = load_requests(trace, shape)
-    hits = lru_hits(requests, shape)
-    for size in range(experts + 1):
-        assert replay(requests, shape, Settings(), (size, size)).hits.tolist() == hits[:, size].tolist()
