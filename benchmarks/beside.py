@@ -16,14 +16,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from benchmarks.decode_rows import measure_rates
+from benchmarks.replayed import BEHAVIOURS, by_name, simulate_after
 from benchmarks.workloads import Case, Engines, Way, Workload
 from foreload.backend.cuda.forward import FastForward
 from foreload.backend.engine import Engine
 from foreload.backend.generation import Generation
-from foreload.backend.policy import Counter
 from foreload.backend.policy.state import DECODE
 from foreload.backend.replay import Replay
 from foreload.errors import ForeloadError
@@ -31,12 +30,10 @@ from foreload.machine import cpu_name, machine_name, software
 from foreload.profiler.schema import HardwareProfile
 from foreload.settings import Settings
 from foreload.shape import ModelShape
-from foreload.simulator.compiled import host, simulate
+from foreload.simulator.compiled import host
 from foreload.simulator.costs import CostModel, split_costs
 
 PROFILE = "profile-h200-qwen3-30b-a3b.json"
-BEHAVIOURS = 24
-"""Captured graphs to keep: cells take turns, and none should wait for a capture twice."""
 FIRST_S = 4.0
 """What a cell is taken to need before any has run."""
 
@@ -128,7 +125,7 @@ class Beside:
                 "tpot_ms": done.tpot_ms,
                 "step_us": [step.duration_ns // 1000 for step in done.steps],
                 "emitted": [step.emitted for step in done.steps],
-                "counters": _named(done.counters[DECODE].sum(axis=0)),
+                "counters": by_name(done.counters[DECODE]),
                 "seconds": seconds,
             }
         )
@@ -145,10 +142,6 @@ class Beside:
         finally:
             if self._link is not None:
                 engine.throttle(own)
-
-
-def _named(counters: NDArray[np.int64]) -> dict[str, int]:
-    return {counter.name.lower(): int(counters[counter]) for counter in Counter}
 
 
 def row(cell: Cell, engine: Engine) -> dict[str, Any]:
@@ -232,24 +225,14 @@ def simulated(one: Mapping[str, Any], workload: Workload, costs: CostModel) -> d
     starts = trace.step_starts()
     trace = replace(trace, position=trace.position - trace.position[0] + np.int32(one["context"]))
 
-    def run(steps: int) -> Any:
-        part = trace.take(slice(0, int(starts[steps])))
-        capacity = tuple(one["capacity"])
-        return simulate(part, costs, workload.shape, settings, capacity, warm=workload.start)
-
-    whole = run(one["warm_steps"] + one["steps"])
-    if not one["warm_steps"]:
-        tokens, total, times, counters = whole.tokens, whole.total_ns, dict(whole.time_ns), whole.counters
-    else:
-        before = run(one["warm_steps"])
-        tokens, total = whole.tokens - before.tokens, whole.total_ns - before.total_ns
-        times = {kind: ns - before.time_ns.get(kind, 0) for kind, ns in whole.time_ns.items()}
-        counters = whole.counters - before.counters
+    trace = trace.take(slice(0, int(starts[one["warm_steps"] + one["steps"]])))
+    part = simulate_after(trace, one["warm_steps"], costs, settings, tuple(one["capacity"]), workload.start)
+    tokens = len(part.token_ns)
     return {
-        "tpot_ms": total / tokens / 1e6,
-        "time_per_token_ms": {kind: ns / tokens / 1e6 for kind, ns in sorted(times.items())},
-        "counters": _named(counters[DECODE].sum(axis=0)),
-        "sources": dict(whole.sources),
+        "tpot_ms": float(part.token_ns.sum()) / tokens / 1e6,
+        "time_per_token_ms": {kind: ns / tokens / 1e6 for kind, ns in sorted(part.time_ns.items())},
+        "counters": by_name(part.counters),
+        "sources": dict(part.sources),
     }
 
 

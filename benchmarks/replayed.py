@@ -25,7 +25,6 @@ from foreload.settings import Settings, slot_counts
 from foreload.shape import ModelShape
 from foreload.simulator.compiled import simulate
 from foreload.simulator.costs import CostModel
-from foreload.simulator.result import SimResult
 from foreload.simulator.validation import Figures, rates
 from foreload.traces.remodel import as_deep, of_shape, renamed, with_windows, without_windows
 from foreload.traces.schema import PREFILL, Trace
@@ -73,10 +72,6 @@ class Workload:
         starts = self.trace.step_starts()
         return [int(self.trace.accepted[a:b].sum()) for a, b in pairwise(starts)]
 
-    def first(self, steps: int) -> Trace:
-        """The first steps alone."""
-        return self.trace.take(slice(0, int(self.trace.step_starts()[steps])))
-
 
 def workload(trace: Trace, shape: ModelShape, context: int, lengths: Lengths, gamma: int = 0) -> Workload:
     """The longest request of a recording made over: this shape, from `context` on, with windows of `gamma` drafts.
@@ -119,23 +114,42 @@ class Predicted:
 
 def predict(work: Workload, costs: CostModel, trial: Trial) -> Predicted:
     """From the profile alone. Raises as `simulate`."""
-    shape, settings = costs.shape, trial.settings
-    capacity, warm = slot_counts(settings, shape), work.counts if trial.warmed else None
-    whole = simulate(work.trace, costs, shape, settings, capacity, warm=warm)
-    before = simulate(work.first(work.warm), costs, shape, settings, capacity, warm=warm)
-    skipped = sum(work.emitted[: work.warm])
-    counted = whole.counters[DECODE] - before.counters[DECODE]
-    time_ns = {kind: ns - before.time_ns.get(kind, 0) for kind, ns in whole.time_ns.items()}
-    figures = _figures(whole, whole.token_ns[skipped:], counted, time_ns)
-    return Predicted(figures, counted, whole.sources)
+    capacity, warm = slot_counts(trial.settings, costs.shape), work.counts if trial.warmed else None
+    part = simulate_after(work.trace, work.warm, costs, trial.settings, capacity, warm)
+    hits, late, _ = rates(part.counters)
+    carried = copied_bytes(part.counters, part.layer_bytes) / max(1, len(part.token_ns))
+    figures = Figures(float(part.token_ns.mean()), hits, late, carried, time_ns=part.time_ns)
+    return Predicted(figures, part.counters, part.sources)
 
 
-def _figures(
-    result: SimResult, token_ns: NDArray[np.int64], counted: NDArray[np.int64], time_ns: Mapping[str, int]
-) -> Figures:
-    hits, late, _ = rates(counted)
-    carried = copied_bytes(counted, result.layer_bytes) / max(1, len(token_ns))
-    return Figures(float(token_ns.mean()), hits, late, carried, time_ns=time_ns)
+@dataclass(frozen=True)
+class Part:
+    """What is simulated of the steps that count."""
+
+    token_ns: NDArray[np.int64]  # [tokens]
+    counters: NDArray[np.int64]  # [MoE layers, Counter]
+    time_ns: Mapping[str, int]
+    sources: Mapping[str, str]
+    layer_bytes: tuple[int, ...]
+
+
+def simulate_after(
+    trace: Trace,
+    skipped: int,
+    costs: CostModel,
+    settings: Settings,
+    capacity: tuple[int, ...],
+    warm: NDArray[np.int64] | None,
+) -> Part:
+    """All steps of `trace` but its first `skipped` ones: the difference of two simulations. Raises as `simulate`."""
+    whole = simulate(trace, costs, costs.shape, settings, capacity, warm=warm)
+    counters, tokens, time_ns = whole.counters[DECODE], 0, dict(whole.time_ns)
+    if skipped:
+        first = trace.take(slice(0, int(trace.step_starts()[skipped])))
+        before = simulate(first, costs, costs.shape, settings, capacity, warm=warm)
+        counters, tokens = counters - before.counters[DECODE], before.tokens
+        time_ns = {kind: ns - before.time_ns.get(kind, 0) for kind, ns in time_ns.items()}
+    return Part(whole.token_ns[tokens:], counters, time_ns, whole.sources, whole.layer_bytes)
 
 
 @dataclass(frozen=True)

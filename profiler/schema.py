@@ -127,6 +127,7 @@ class ProfileMeta(BaseModel):
     path: Literal["eager", "graphs"] = "eager"  # how the engine launched decode steps
     mode: Literal["quick", "full"]
     emulated_link_bytes_per_s: Annotated[int, Field(ge=1)] | None = None
+    pinned_bytes: Annotated[int, Field(ge=0)] | None = None  # host memory that may be pinned, if that is to count
     draft_model: str | None = None  # as settings name it
     date: str
     software: dict[str, str]

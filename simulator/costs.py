@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from foreload.backend.policy import SplitCosts
 from foreload.errors import FileError, MismatchError
-from foreload.formats import FORMATS, PackedFormat, block_layout, layer_formats
+from foreload.formats import FORMATS, PackedFormat, block_layout, layer_bytes, layer_formats
 from foreload.profiler.schema import HardwareProfile
-from foreload.settings import GATE_SIDE, Settings, step_experts
+from foreload.settings import Settings, step_experts
 from foreload.shape import ModelShape
-from foreload.simulator.lookup import Point, Source, interpolate, points_of
+from foreload.simulator.lookup import GRAPH_WINDOW_BLOCKS, SLOPED, WINDOW_BLOCKS, Point, Source, interpolate, points_of
 from foreload.simulator.windows import Plane, plane
 from foreload.units import us_to_ns
 
@@ -28,33 +28,8 @@ SCALE = 1 << 20
 """Work done per nanosecond by a resource that nothing slows down."""
 
 _SEVERITY: tuple[Source, ...] = ("measured", "interpolated", "extrapolated", "assumed")
-WINDOW_BLOCKS = tuple(
-    f"window_{block}" for block in ("embed", "attention", "route", "predict", "plan", "finish", "head")
-)
-GRAPH_WINDOW_BLOCKS = tuple(block for block in (*WINDOW_BLOCKS, "window_whole") if block != "window_route")
-_AXIS = {
-    "copy": "bytes",
-    "attention": "context",
-    "whole": "context",
-    **{f"predict{kind}": "depth" for kind in ("", *(f"_{p}{form}" for p in GATE_SIDE for form in ("", "_rolled")))},
-    "after_wait": "wait_us",
-    "experts_gpu": "experts",
-    "experts_cpu": "experts",
-    "experts_cpu_beside_copy": "experts",
-    "cpu_format": "experts",
-    "gpu_format": "experts",
-    "prefill_layer": "tokens",
-    "prefill_expert": "tokens",
-    "sample": "tokens",
-    **dict.fromkeys((*WINDOW_BLOCKS, "window_whole"), "tokens"),
-    **dict.fromkeys(("draft_ngram", "draft_model"), "tokens"),
-}
 _BY_FORMAT = {"experts_gpu": "gpu_format", "experts_cpu": "cpu_format"}
 """Probes of experts in the engine, and what they take alone in each format."""
-_SLOPED = (
-    "after_wait", "attention", "whole", "prefill_layer", "prefill_expert", "sample", "draft_ngram", "draft_model",
-    "window_whole", *WINDOW_BLOCKS,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -108,6 +83,7 @@ class CostModel:
         self.asynchronous = profile.meta.device == "cuda"
         self.graphs = profile.meta.path == "graphs"
         self.replayed = replayed
+        self._slab_bytes = self.expert_bytes * shape.all_experts  # of all experts, which are pinned together or not
         self._by_layer: tuple[CostModel, ...] = ()  # where layers are in different formats
         self.used: dict[str, Source] = {}
         self._tables: dict[tuple[str, tuple[tuple[str, int], ...]], list[Point]] = {}
@@ -125,11 +101,13 @@ class CostModel:
 
     def _in(self, formats: Sequence[PackedFormat], replayed: bool) -> CostModel:
         """Of layers in `formats`: the model of the largest, which knows those of the others (`at`)."""
-        distinct = sorted(set(formats), key=lambda name: (-block_layout(name, self.shape).bytes, name))
-        made = {name: CostModel(self.profile, self.shape, format=name, replayed=replayed) for name in distinct}
+        shape = self.shape
+        distinct = sorted(set(formats), key=lambda name: (-block_layout(name, shape).bytes, name))
+        made = {name: CostModel(self.profile, shape, format=name, replayed=replayed) for name in distinct}
         whole = made[distinct[0]]
         for model in made.values():
             model._tables, model._planes, model.used = self._tables, self._planes, whole.used
+            model._slab_bytes = shape.experts * sum(layer_bytes(tuple(formats), shape))
         if len(distinct) > 1:
             whole._by_layer = tuple(made[name] for name in formats)
         return whole
@@ -187,8 +165,7 @@ class CostModel:
     def _table(self, probe: str, fixed: Mapping[str, int]) -> list[Point]:
         key = (probe, tuple(sorted(fixed.items())))
         if key not in self._tables:
-            axis = _AXIS.get(probe, "")
-            self._tables[key] = points_of(probe, axis, probe in _SLOPED, self.profile.points(probe, **fixed))
+            self._tables[key] = points_of(probe, self.profile.points(probe, **fixed))
         return self._tables[key]
 
     def cost(self, probe: str, at: int = 0, threads: int = 0, **fixed: int) -> Cost:
@@ -202,7 +179,7 @@ class CostModel:
             if threads:
                 self._check_threads(probe, threads)
                 fixed = {**fixed, "threads": threads}
-            host, gpu, source = interpolate(self._table(probe, fixed), at, probe in _SLOPED)
+            host, gpu, source = interpolate(self._table(probe, fixed), at, probe in SLOPED)
             if probe in _BY_FORMAT and self.format != self.own_format:
                 (host, gpu), other = self._shifted(probe, at, (host, gpu), fixed)
                 source = worst(source, other)
@@ -284,9 +261,24 @@ class CostModel:
 
     @cached_property
     def copy_ns(self) -> int:
-        """One expert copy on an otherwise idle machine, issue to arrival; of pinned memory if that was measured."""
-        pinned = max(m.at.get("pinned", 0) for m in self.profile.points("copy"))
-        return self.cost("copy", self.expert_bytes, pinned=pinned).host_ns
+        """One expert copy on an otherwise idle machine, issue to arrival.
+
+        Of pinned memory if that was measured, unless all experts together are more than may be pinned: the engine
+        registers their memory whole, or not at all.
+        """
+        most = self.profile.meta.pinned_bytes
+        return self._copy_ns(most is None or self._slab_bytes <= most)
+
+    def _copy_ns(self, pinned: bool) -> int:
+        best = max(m.at.get("pinned", 0) for m in self.profile.points("copy"))
+        return self.cost("copy", self.expert_bytes, pinned=best if pinned else 0).host_ns
+
+    def all_pinned(self) -> CostModel:
+        """The model as if all experts could be pinned."""
+        found = self._in(self.formats, self.replayed)
+        for model in found.kinds()[0]:
+            model._slab_bytes = 0
+        return found
 
     def dense_ns(self, context: int, tokens: int = 1) -> int:
         """Blocks of one layer-step over `tokens` tokens, without experts and predictions, on whichever is slower.
@@ -387,7 +379,7 @@ class CostModel:
         key = ("copy", 0, 0, threads)
         if key not in self._rates:
             beside = self.cost("copy_beside_cpu", 0, threads).host_ns
-            self._rates[key] = _rate(self.copy_ns, beside)
+            self._rates[key] = _rate(self._copy_ns(True), beside)  # both as the profiled engine had them
         return self._rates[key]
 
     def cpu_rate(self, experts: int, threads: int) -> int:

@@ -9,9 +9,38 @@ from typing import Literal
 
 from foreload.errors import FileError
 from foreload.profiler.schema import Measurement
+from foreload.settings import GATE_SIDE
 from foreload.units import us_to_ns
 
 Source = Literal["measured", "interpolated", "extrapolated", "assumed"]
+
+
+WINDOW_BLOCKS = tuple(
+    f"window_{block}" for block in ("embed", "attention", "route", "predict", "plan", "finish", "head")
+)
+GRAPH_WINDOW_BLOCKS = tuple(block for block in (*WINDOW_BLOCKS, "window_whole") if block != "window_route")
+AXIS = {
+    "copy": "bytes",
+    "attention": "context",
+    "whole": "context",
+    **{f"predict{kind}": "depth" for kind in ("", *(f"_{p}{form}" for p in GATE_SIDE for form in ("", "_rolled")))},
+    "after_wait": "wait_us",
+    "experts_gpu": "experts",
+    "experts_cpu": "experts",
+    "experts_cpu_beside_copy": "experts",
+    "cpu_format": "experts",
+    "gpu_format": "experts",
+    "prefill_layer": "tokens",
+    "prefill_expert": "tokens",
+    "sample": "tokens",
+    **dict.fromkeys((*WINDOW_BLOCKS, "window_whole"), "tokens"),
+    **dict.fromkeys(("draft_ngram", "draft_model"), "tokens"),
+}
+SLOPED = (
+    "after_wait", "attention", "whole", "prefill_layer", "prefill_expert", "sample", "draft_ngram", "draft_model",
+    "window_whole", *WINDOW_BLOCKS,
+)  # fmt: skip
+"""Probes that hold their slope outside, not their rate."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +80,9 @@ def interpolate(points: list[Point], at: int, sloped: bool) -> tuple[int, int, S
     return host, max(edge.gpu_ns, _between(a.gpu_ns, edge.gpu_ns, a.at, edge.at, at)), source
 
 
-def points_of(probe: str, axis: str, sloped: bool, found: list[Measurement]) -> list[Point]:
-    """`found`, measurements of `probe` by the coordinate `axis` (empty: none), in its order; FileError if they are not
-    those of one line.
-    """
+def points_of(probe: str, found: list[Measurement]) -> list[Point]:
+    """`found`, measurements of `probe` by its coordinate, in order; FileError if they are not those of one line."""
+    axis = AXIS.get(probe, "")
     points = []
     for m in found:
         if axis and axis not in m.at:
@@ -65,6 +93,6 @@ def points_of(probe: str, axis: str, sloped: bool, found: list[Measurement]) -> 
     for a, b in pairwise(points):
         if a.at == b.at:
             raise FileError(f"profile: {probe!r} is measured twice at {axis or 'the same point'} {a.at}")
-    if points[0].at < 0 or (axis and not sloped and points[0].at == 0):
+    if points[0].at < 0 or (axis and probe not in SLOPED and points[0].at == 0):
         raise FileError(f"profile: {probe!r} is measured at {axis} {points[0].at}: it must be above 0")
     return points

@@ -120,7 +120,7 @@ def prepare(
     start = base.changed(slots_per_layer=None, cache_ratio=None)
     check_slots(start, shape, slots, costs.expert_bytes)
     lossy = _lossy(recorded, start, asked)
-    limits = Limits(ram, asked.get("link_ns"), asked.get("max_quality_loss_pct"))
+    limits = Limits(ram, profile.meta.pinned_bytes, asked.get("link_ns"), asked.get("max_quality_loss_pct"))
     allowed = [c for c in lossy if c.loss_pct <= (limits.loss_pct or 0) and _held(c.expert_format, costs, ram)]
     known = {(change.predictor, change.layers) for change in allowed}
     if start.speculate_layers and (start.predictor, start.speculated(shape)) not in known:

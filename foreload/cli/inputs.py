@@ -40,6 +40,10 @@ LinkIn = Annotated[
 CpuScaleIn = Annotated[
     float | None, typer.Option("--cpu-scale", metavar="FACTOR", help="What if: CPU experts this much faster.")
 ]
+PinnedIn = Annotated[
+    str | None,
+    typer.Option("--pinned", metavar="SIZE", help="Host memory that may be pinned: experts that are more are not."),
+]
 MachineIn = Annotated[
     str | None,
     typer.Option("--machine", metavar="NAME", help="What if: pcie3x4 to pcie5x16, rtx-3090, 4090, 5090, a6000."),
@@ -117,6 +121,16 @@ def what_if(inputs: Inputs, link: str | None, cpu_scale: float | None, machine: 
     assumed = assume(inputs.profile, None if link is None else parse_rate(link, "--link"), cpu_scale, machine)
     vram = None if assumed.vram_bytes is None else str(assumed.vram_bytes)
     return replace(inputs, profile=assumed.profile, vram=vram, assumed=True)
+
+
+def with_pinned(inputs: Inputs, size: str | None) -> Inputs:
+    """The same where so much host memory may be pinned; FileError if copies of other memory were not measured."""
+    if size is None:
+        return inputs
+    inputs.profile.points("copy", pinned=0)
+    update = {"pinned_bytes": parse_bytes(size, "--pinned")}
+    meta = inputs.profile.meta.model_copy(update=update)
+    return replace(inputs, profile=inputs.profile.model_copy(update={"meta": meta}), assumed=True)
 
 
 def load_inputs(profile: Path, trace: Path, output: Output) -> Inputs:

@@ -14,12 +14,14 @@ from foreload.cli.inputs import (
     Inputs,
     LinkIn,
     MachineIn,
+    PinnedIn,
     ProfileIn,
     TraceIn,
     VramIn,
     WarmIn,
     load_inputs,
     what_if,
+    with_pinned,
 )
 from foreload.cli.output import JsonFlag, Output, facts, table
 from foreload.cli.presets import PresetFlag
@@ -58,6 +60,7 @@ def simulate(
     link: LinkIn = None,
     cpu_scale: CpuScaleIn = None,
     machine: MachineIn = None,
+    pinned: PinnedIn = None,
     request: RequestsIn = None,
     timeline: Annotated[
         Path | None, typer.Option("--timeline", metavar="FILE", help="Write a timeline for ui.perfetto.dev.")
@@ -68,7 +71,7 @@ def simulate(
     from foreload.simulator import compiled, engine_model
 
     output = Output(as_json)
-    inputs = what_if(load_inputs(profile, trace, output), link, cpu_scale, machine)
+    inputs = with_pinned(what_if(load_inputs(profile, trace, output), link, cpu_scale, machine), pinned)
     if vram is None and cache_ratio is None and settings is None:
         vram = inputs.vram
     chosen = _settings(inputs, settings, preset, cache_ratio, vram, context)

@@ -15,11 +15,13 @@ from foreload.cli.inputs import (
     Inputs,
     LinkIn,
     MachineIn,
+    PinnedIn,
     ProfileIn,
     VramIn,
     WarmIn,
     load_inputs,
     what_if,
+    with_pinned,
 )
 from foreload.cli.output import JsonFlag, Output
 from foreload.cli.presets import PresetFlag
@@ -61,6 +63,7 @@ def tune(
     link: LinkIn = None,
     cpu_scale: CpuScaleIn = None,
     machine: MachineIn = None,
+    pinned: PinnedIn = None,
     settings: Annotated[
         Path | None, typer.Option("--settings", metavar="FILE", help="The default to beat. Default: the defaults.")
     ] = None,
@@ -118,7 +121,7 @@ def tune(
     loaded = load_inputs(profile, trace[0], output)
     if not assume_profile:
         loaded.profile.check_version()
-    inputs = what_if(loaded, link, cpu_scale, machine)
+    inputs = with_pinned(what_if(loaded, link, cpu_scale, machine), pinned)
     traces = [inputs.trace, *_more_traces(inputs, trace[1:])]
     longest = context or max(int(one.position.max(initial=0)) for one in traces) + 1
     vram = inputs.vram if vram is None and slots is None else vram

@@ -256,6 +256,8 @@ class Bench:
         for name, loss_pct in job.formats or (("", 0.0),):
             chosen = settings.changed(expert_format=name) if name else settings
             costs = self.costs(job.machine).for_settings(chosen)
+            if job.limits.pinned_bytes is not None:
+                costs = costs.all_pinned()
             times = _joined([layer_costs(grid, costs, chosen, context, points) for grid in grids], weights, job.robust)
             link = _joined([link_times(grid, costs, points) for grid in grids], weights, job.robust)
             found.append(InFormat(times, link, costs.layer_bytes, name, loss_pct))

@@ -1,8 +1,8 @@
 """The integer program of a tune: what every choice of a layer costs, and what it takes of every budget.
 
 A choice is a slot count, or a slot count in one of several expert formats, whose sizes differ. Rows: `vram` in slots,
-`ram` in bytes of host memory for experts, `link` in nanoseconds of a step in which copies keep the link busy, `quality`
-in millionths of a per cent of perplexity: a format's loss is taken to be shared evenly by the layers.
+`ram` and `pinned` in bytes of host memory for experts, `link` in nanoseconds of a step in which copies keep the link
+busy, `quality` in millionths of a per cent of perplexity: a format's loss is taken to be shared evenly by the layers.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class Limits:
     """Budgets beside the slots; None: as much as it takes."""
 
     ram_bytes: int | None = None  # host memory for all experts
+    pinned_bytes: int | None = None  # of it that may be pinned
     link_ns: int | None = None  # time per step that copies may keep the link busy
     loss_pct: float | None = None  # rise in perplexity
 
@@ -60,9 +61,10 @@ def program(tables: Sequence[InFormat], slots: int, limits: Limits) -> Problem:
         return np.concatenate([np.broadcast_to(of(table), (layers, counts)) for table in tables], axis=1)
 
     use, limit = {"vram": row(lambda _: np.arange(counts))}, {"vram": slots}
-    if limits.ram_bytes is not None:
-        use["ram"] = row(lambda table: (counts - 1) * np.array(table.layer_bytes, np.int64)[:, None])
-        limit["ram"] = limits.ram_bytes
+    for name, most in (("ram", limits.ram_bytes), ("pinned", limits.pinned_bytes)):
+        if most is not None:
+            use[name] = row(lambda table: (counts - 1) * np.array(table.layer_bytes, np.int64)[:, None])
+            limit[name] = most
     if limits.link_ns is not None:
         use["link"] = row(lambda table: np.ceil(table.link_ns).astype(np.int64))
         limit["link"] = limits.link_ns

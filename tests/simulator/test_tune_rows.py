@@ -13,7 +13,7 @@ from sim_inputs import in_formats, make_profile, make_shape, make_trace
 from foreload.backend.policy import Counter
 from foreload.errors import BudgetError
 from foreload.formats import block_layout
-from foreload.profiler.schema import HardwareProfile
+from foreload.profiler.schema import HardwareProfile, Measurement
 from foreload.settings import Settings
 from foreload.simulator.compiled import simulate
 from foreload.simulator.costs import CostModel
@@ -40,7 +40,7 @@ def random_tables(rng: np.random.Generator) -> tuple[list[InFormat], int, Limits
         )
         for scale, size, name, loss in ((1.0, 100, "bf16", 0.0), (rng.uniform(0.4, 0.9), 50, "fp8", 0.6))
     )
-    limits = Limits(int(rng.integers(500, 1300)), int(rng.integers(10, 140)), float(rng.uniform(0, 0.7)))
+    limits = Limits(int(rng.integers(500, 1300)), 1100, int(rng.integers(10, 140)), float(rng.uniform(0, 0.7)))
     return [large, small], int(rng.integers(0, 12)), limits
 
 
@@ -52,7 +52,11 @@ def by_force(tables: list[InFormat], slots: int, limits: Limits) -> float:
         ram = sum(SHAPE.experts * table.layer_bytes[0] for table, _ in held)
         link = sum(int(np.ceil(table.link_ns[layer, count])) for layer, (table, count) in enumerate(held))
         loss = sum(table.loss_pct for table, _ in held) / 3
-        if sum(count for _, count in held) > slots or ram > limits.ram_bytes or link > limits.link_ns:
+        if (
+            sum(count for _, count in held) > slots
+            or ram > min(limits.ram_bytes, limits.pinned_bytes)
+            or link > limits.link_ns
+        ):
             continue
         if loss <= limits.loss_pct + 1e-9:
             best = min(best, sum(table.costs_ns[layer, count] for layer, (table, count) in enumerate(held)))
@@ -65,7 +69,7 @@ def test_formats_and_slots_equal_brute_force() -> None:
     for _ in range(40):
         tables, slots, limits = random_tables(rng)
         problem, best = program(tables, slots, limits), by_force(tables, slots, limits)
-        assert list(problem.limit) == ["vram", "ram", "link", "quality"]
+        assert list(problem.limit) == ["vram", "ram", "pinned", "link", "quality"]
         found = solve(problem)
         outcomes.append(found.outcome)
         if best == np.inf:
@@ -184,6 +188,30 @@ def test_formats_by_layer_within_host_memory(trace: Trace, profile: HardwareProf
     used = [layers for c in found.ranked() if isinstance(layers := c.settings.expert_format, tuple)]
     assert all(sum(sizes[name] for name in layers) <= room for layers in used)
     assert told.replays > 0
+
+
+@pytest.mark.integration
+def test_experts_beyond_what_may_be_pinned(trace: Trace, profile: HardwareProfile) -> None:
+    """Their memory is registered whole or not: then all copies are pageable, and a plan of mixed formats avoids it."""
+    size, measured = SHAPE.expert_bytes("float32"), [m for m in profile.measurements if m.probe != "copy"]
+    for part, us in ((4, 80.0), (1, 300.0)):
+        for pinned in (0, 1):
+            at = {"bytes": size // part, "pinned": pinned}
+            measured.append(Measurement(probe="copy", at=at, p50_us=us / (1 + 2 * pinned), p95_us=us, repeats=1))
+    sizes = {name: SHAPE.experts * block_layout(name, SHAPE).bytes for name in ("bf16", "fp8")}  # type: ignore[arg-type]
+    room = sizes["bf16"] + 2 * sizes["fp8"]
+    meta = profile.meta.model_copy(update={"pinned_bytes": room})
+    held = HardwareProfile(meta=meta, measurements=tuple(measured))
+    costs = CostModel(held, SHAPE)
+    free = CostModel(HardwareProfile(meta=profile.meta, measurements=tuple(measured)), SHAPE)
+    assert (costs.copy_ns, free.copy_ns, costs.all_pinned().copy_ns) == (300_000, 100_000, 100_000)
+    names = [("bf16",) * 3, ("bf16", "bf16", "fp8"), ("bf16", "fp8", "fp8"), ("fp8",) * 3]
+    found = [costs.for_settings(Settings(expert_format=name)) for name in names]
+    assert [model.copies_ns == model.all_pinned().copies_ns for model in found] == [False, False, True, True]
+    asked: dict[str, Any] = {"slots": 5, "format_loss_pct": {"fp8": 0.9, "bf16": 0.3}, "max_quality_loss_pct": 0.8}
+    chosen = tune(trace, held, SHAPE, "float32", **asked).best.settings.expert_format
+    assert isinstance(chosen, tuple)
+    assert sum(sizes[name] for name in chosen) <= room
 
 
 @pytest.mark.unit
