@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreload.backend.experts.batch import Batch, Chunk
+from foreload.backend.experts.batch import Batch, Chunk, PlainChunk
 from foreload.backend.experts.blocks import run_expert
 from foreload.backend.experts.cpu import CpuExperts
 from foreload.backend.experts.link import Order
@@ -204,7 +204,7 @@ class Forward:
     def _key(self, at: int, expert: int) -> int:
         return at * self._shape.experts + expert
 
-    def _run_slot(self, at: int, expert: int, batch: Batch | Chunk, i: int) -> int:
+    def _run_slot(self, at: int, expert: int, batch: Batch, i: int) -> int:
         """Run a resident expert, the i-th of the batch; returns its slot."""
         slot = self._brain.slot(at, expert)
         batch.store(i, run_expert(batch.input(i), *self._pool.views(slot, at)))
@@ -214,12 +214,15 @@ class Forward:
         """Debug mode: fill slots that became free with NaN, ordered before the next copy into them (lock held)."""
         if self._poisoned is None:
             return
-        state = self._brain.state
-        free = set(state.free[: state.scalars[N_FREE]].tolist())
+        free = self._free_slots()
         for slot in free - self._poisoned:
             self._pool.poison(slot)
         self._link.slot_used(list(free - self._poisoned))
         self._poisoned = free
+
+    def _free_slots(self) -> set[int]:
+        state = self._brain.state
+        return set(state.free[: state.scalars[N_FREE]].tolist())
 
     # Prefill
 
@@ -253,10 +256,10 @@ class Forward:
             ids, weights = decoder.route(at, h)
             if lens is not None:
                 ids, weights = lens.route(Seen(at, r, h, ids, weights))
-            batch = Chunk(h, ids, shape.experts)
+            batch = self.chunk(at, h, ids)
             self._prefill_experts(at, batch, last)
             shared = decoder.shared(at, h)
-            x = r + batch.reduce(weights, shared)
+            x = batch.add_to(r, weights, shared)
             if lens is not None:
                 lens.ran(at, ids, batch.outputs, shared)
             if log is not None:
@@ -268,62 +271,71 @@ class Forward:
             log.close(schema.PREFILL, position, token_ids, len(token_ids))
         return decoder.finish(x, position)
 
+    def chunk(self, at: int, h: Tensor, ids: Tensor) -> Chunk:
+        """The experts ids [n, k] of a prompt chunk's tokens h [n, hidden] at MoE layer `at`, to be run."""
+        return PlainChunk(h, ids, self._shape.experts, lambda slot: self._pool.views(slot, at))
+
     def _prefill_experts(self, at: int, batch: Chunk, last: bool) -> None:
         """Run the experts of a chunk: residents, then the others as they arrive through staging, wave by wave.
 
-        What fits beside the last of them is copied early for the next layer.
+        What fits beside the last of them is copied early for the next layer. The host takes all that has arrived at
+        once, so that it catches up when it is behind.
         """
         with self._copies.lock:
             target = self._brain.prefill_targets(at, batch.counts, last)
-            status = self._brain.state.status[at].copy()
-        here = [expert for expert in self._early if status[expert] not in (ABSENT, KEPT)]
-        absent = np.flatnonzero((batch.counts > 0) & (status == ABSENT))
-        queue = _ChunkQueue(here, absent.tolist(), self._next_early(at, batch, last))
-        self._queue_chunk(at, queue)
-        residents = np.flatnonzero((batch.counts > 0) & (status == KEPT)).tolist()
-        self._link.slot_used([self._run_slot(at, expert, batch, expert) for expert in residents])
-        waiting = {self._key(at, expert) for expert in queue.sent}
-        while waiting:
-            key = self._copies.take_ready(waiting)
-            waiting.remove(key)
-            self._arrived_for_chunk(at, key % self._shape.experts, batch, target)
-            waiting |= {self._key(at, expert) for expert in self._queue_chunk(at, queue)}
+            status = self._brain.state.status[at]
+            here = [expert for expert in self._early if status[expert] not in (ABSENT, KEPT)]
+            absent = np.flatnonzero((batch.counts > 0) & (status == ABSENT)).tolist()
+            residents = np.flatnonzero((batch.counts > 0) & (status == KEPT)).tolist()
+            queue = _ChunkQueue(here, absent, self._next_early(at, batch, last))
+            self._queue_chunk(at, queue)
+            slots = [self._brain.slot(at, expert) for expert in residents]
+        batch.run(residents, slots)
+        self._link.slot_used(slots)
+        while queue.sent:
+            keys = self._copies.take_all_ready([self._key(at, expert) for expert in queue.sent])
+            arrived = [key % self._shape.experts for key in keys]
+            queue.sent = [expert for expert in queue.sent if expert not in arrived]
+            used = self._run_arrived(at, arrived, batch)
+            self._copies.wait_landed(keys)
+            with self._copies.lock:
+                self._link.slot_used(used)
+                for expert in arrived:
+                    self._brain.prefill_done(at, expert, target)
+                self._poison_free()
+                self._queue_chunk(at, queue)
         self._early = queue.early
 
+    def _run_arrived(self, at: int, arrived: list[int], batch: Chunk) -> list[int]:
+        """Run those experts whose copies are issued that the chunk demands; returns their slots."""
+        demanded = [expert for expert in arrived if batch.counts[expert]]
+        slots = [self._brain.slot(at, expert) for expert in demanded]
+        for slot in slots:
+            self._link.when_landed(slot)
+        batch.run(demanded, slots)
+        return slots
+
     def _next_early(self, at: int, batch: Chunk, last: bool) -> tuple[int, list[int]]:
-        """The layer that comes after `at`, in this chunk or the next, and what is worth copying early for it."""
+        """The layer after `at`, in this chunk or the next, and what is worth copying early for it (lock held)."""
         following = (at + 1) % self._shape.n_moe_layers
         if following == at or (last and following < at):
             return following, []
-        with self._copies.lock:
-            return following, self._brain.prefill_ahead(following, int(batch.counts.sum())).tolist()
+        return following, self._brain.prefill_ahead(following, int(batch.counts.sum())).tolist()
 
-    def _queue_chunk(self, at: int, queue: _ChunkQueue) -> list[int]:
-        """Queue what staging has room for; returns the experts of layer `at` among it."""
-        sent = []
-        with self._copies.lock:
-            while queue.todo and self._brain.prefill_fetch(at, queue.todo[0]):
-                sent.append(queue.todo.popleft())
-            layer = queue.following
-            while not queue.todo and queue.ahead and self._brain.prefill_fetch(layer, queue.ahead[0], True):
-                queue.early.append(queue.ahead.popleft())
-            self._copies.kick()
-        queue.sent += sent
-        return sent
-
-    def _arrived_for_chunk(self, at: int, expert: int, batch: Chunk, target: NDArray[np.bool_]) -> None:
-        """Run an expert whose copy is issued, if the chunk demands it, and give its slot back once that is allowed."""
-        if batch.counts[expert]:
-            self._link.when_landed(self._brain.slot(at, expert))
-            self._link.slot_used([self._run_slot(at, expert, batch, expert)])
-        self._copies.wait_landed([self._key(at, expert)])
-        with self._copies.lock:
-            self._brain.prefill_done(at, expert, target)
-            self._poison_free()
+    def _queue_chunk(self, at: int, queue: _ChunkQueue) -> None:
+        """Queue what staging has room for (lock held)."""
+        while queue.todo and self._brain.prefill_fetch(at, queue.todo[0]):
+            queue.sent.append(queue.todo.popleft())
+        layer = queue.following
+        while not queue.todo and queue.ahead and self._brain.prefill_fetch(layer, queue.ahead[0], True):
+            queue.early.append(queue.ahead.popleft())
+        if self._poisoned is not None:
+            self._poisoned &= self._free_slots()  # what a copy now overwrites is poisoned again when it is free
+        self._copies.kick()
 
 
 class _ChunkQueue:
-    """Copies of one layer for a prompt chunk: `sent` and `todo` its own, `early` and `ahead` the following one's."""
+    """Copies of one layer for a prompt chunk, `sent` and not yet served or still `todo`, and of the following one."""
 
     def __init__(self, here: list[int], absent: list[int], following: tuple[int, list[int]]) -> None:
         self.sent, self.todo = list(here), deque(absent)

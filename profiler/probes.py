@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foreload.backend.experts.batch import Chunk
 from foreload.backend.experts.blocks import run_expert
 from foreload.backend.experts.cpu import make_cpu_experts
 from foreload.backend.predict import CALIBRATED, PREDICTORS, Predictor
@@ -320,10 +319,14 @@ def _cpu_expert(bench: Bench, x: Tensor, repeats: int) -> Measurement:
         cpu.close()
 
 
+AT_ONCE = 8
+"""Experts of a launch of a prompt, where it has several."""
+
+
 def prefill(bench: Bench, effort: Effort) -> Iterator[Measurement]:
     """One layer of a prompt chunk without its experts, and one expert on part of a chunk, on the device and the CPU."""
     decoder, device, layers = bench.decoder, bench.engine.device, bench.shape.n_moe_layers
-    pool = bench.engine.pool
+    forward = bench.engine.forward
     for tokens in effort.chunks:
         if tokens > decoder.context_tokens:
             continue
@@ -333,12 +336,25 @@ def prefill(bench: Bench, effort: Effort) -> Iterator[Measurement]:
             r = decoder.attend(i % layers, x, 0)
             h = decoder.moe_input(i % layers, r)
             ids, weights = decoder.route(i % layers, h)
-            _ = r + Chunk(h, ids, bench.shape.experts).reduce(weights, None)
-
-        def expert(i: int, x: Tensor = x) -> None:
-            x[:] = run_expert(x, *pool.views(i % len(pool), i % layers))
+            forward.chunk(i % layers, h, ids).add_to(r, weights, None)
 
         yield _cpu_expert(bench, x.cpu(), effort.rounds)
-        for probe, block in (("prefill_layer", layer), ("prefill_expert", expert)):
-            samples = host_samples(block, effort.rounds, device, MOST_S)
-            yield summarise(probe, samples, gpu_microseconds(block, effort.rounds, device), tokens=tokens)
+        samples = host_samples(layer, effort.rounds, device, MOST_S)
+        yield summarise("prefill_layer", samples, gpu_microseconds(layer, effort.rounds, device), tokens=tokens)
+        yield _prompt_expert(bench, x, effort)
+
+
+def _prompt_expert(bench: Bench, x: Tensor, effort: Effort) -> Measurement:
+    """One expert on x [tokens, hidden]: on the device its share of a launch of several, where prompts have such."""
+    engine, pool, device = bench.engine, bench.engine.pool, bench.engine.device
+    layers = [engine.formats.index(format) for format in sorted(set(engine.formats))]
+    grouped = engine.forward.chunk(0, x[:1], torch.zeros(1, 1, dtype=torch.long, device=device)).grouped
+    count = min(AT_ONCE, bench.shape.experts, len(pool)) if grouped else 1
+    ids = torch.arange(count, device=device).expand(len(x), count)
+    chunks = [engine.forward.chunk(at, x, ids) for at in layers]
+
+    def run(i: int) -> None:
+        chunks[i % len(chunks)].run(range(count), [(i * count + n) % len(pool) for n in range(count)])
+
+    samples, device_us = host_samples(run, effort.rounds, device, MOST_S), gpu_microseconds(run, effort.rounds, device)
+    return summarise("prefill_expert", samples, device_us / count, tokens=len(x))

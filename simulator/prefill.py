@@ -1,13 +1,13 @@
 """What the simulated engine does before it decodes: a warm start, and prompts.
 
-A prompt runs residents while the absent experts arrive in waves through staging, then those as they arrive; beside the
-last of them the next layer's are copied early. So are a warm start's experts loaded.
+A prompt runs residents while the absent experts arrive in waves through staging, then those that have arrived, all at
+once; beside the last of them the next layer's are copied early. So are a warm start's experts loaded.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import simpy
 from numpy.typing import NDArray
 
 from foreload.backend.policy.state import ABSENT, DECODE, KEPT, LANDED, PREFILL, WARM
+from foreload.simulator.costs import Cost
 from foreload.simulator.resources import Process
 from foreload.simulator.workload import Request
 
@@ -83,25 +84,40 @@ def _layer(
         yield from engine.pump()
 
     yield from queue()
-    for expert in np.flatnonzero((counts > 0) & (status == KEPT)).tolist():
-        _expert(engine, layer, expert, int(counts[expert]))
+    _experts(engine, layer, np.flatnonzero((counts > 0) & (status == KEPT)).tolist(), counts)
     while waiting:
-        expert = waiting.popleft()
-        yield from _served(engine, layer, expert, int(counts[expert]), target)
+        yield from _served(engine, layer, waiting, counts, target)
         yield from queue()
     return early
 
 
-def _served(engine: EngineModel, layer: int, expert: int, tokens: int, target: NDArray[np.bool_]) -> Process:
-    """Wait for a fetched expert, run it, keep it or give its slot back."""
+def _served(
+    engine: EngineModel,
+    layer: int,
+    waiting: deque[int],
+    counts: NDArray[np.int32],
+    target: NDArray[np.bool_],
+) -> Process:
+    """Wait for the first of the fetched experts; run what has arrived, keep it or give its slot back."""
     yield from engine.settle()
-    if engine.brain.status(layer, expert) != LANDED:
-        yield from engine.device.landed(layer * engine.shape.experts + expert, layer, expert)
-    if tokens:
-        _expert(engine, layer, expert, tokens)
+    if engine.brain.status(layer, waiting[0]) != LANDED:
+        yield from engine.device.landed(layer * engine.shape.experts + waiting[0], layer, waiting[0])
+        yield from engine.settle()
+    arrived = []
+    while waiting and engine.brain.status(layer, waiting[0]) == LANDED:
+        arrived.append(waiting.popleft())
+    _experts(engine, layer, [expert for expert in arrived if counts[expert]], counts)
     yield from engine.settle()
-    engine.brain.prefill_done(layer, expert, target)
+    for expert in arrived:
+        engine.brain.prefill_done(layer, expert, target)
 
 
-def _expert(engine: EngineModel, layer: int, expert: int, tokens: int) -> None:
-    engine.device.block("prefill_expert", engine.costs.cost("prefill_expert", tokens), layer, expert)
+def _experts(engine: EngineModel, layer: int, experts: Sequence[int], counts: NDArray[np.int32]) -> None:
+    """Experts on the device: one by one, or where decoding is graphs all in one launch."""
+    costs = [engine.costs.cost("prefill_expert", int(counts[expert])) for expert in experts]
+    if not engine.costs.graphs:
+        for expert, cost in zip(experts, costs, strict=True):
+            engine.device.block("prefill_expert", cost, layer, expert)
+    elif costs:
+        launch, work_ns = max(cost.host_ns for cost in costs), sum(cost.gpu_ns for cost in costs)
+        engine.device.block("prefill_expert", Cost(launch, work_ns, "measured"), layer)

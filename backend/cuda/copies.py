@@ -13,7 +13,7 @@ from foreload.backend.experts.link import Order
 from foreload.backend.experts.transfer import Copies, CopySpan
 from foreload.backend.policy import Brain
 from foreload.backend.policy.calls import QueueCalls
-from foreload.backend.policy.state import DECODE, PolicyState
+from foreload.backend.policy.state import DECODE, IN_FLIGHT, LANDED, PolicyState
 
 MOST_SPANS = 1 << 20
 
@@ -49,6 +49,8 @@ class BrainLock:
 
 class NativeCopies(Copies):
     """Copies by the native library. Kernels may be queued on a copy that is only issued."""
+
+    usable = (IN_FLIGHT, LANDED)
 
     def __init__(self, brain: Brain, issuer: Issuer, calls: QueueCalls, blocks: Callable[[], Blocks]) -> None:
         """`blocks()`: where expert blocks are now; asked again whenever the brain's state is a new one."""

@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreload.backend.cuda.buffers import GIVEN, DeviceMemory, HostMemory
+from foreload.backend.cuda.chunk import ChunkPlans, GroupedChunk
 from foreload.backend.cuda.copies import NativeCopies
 from foreload.backend.cuda.issue import Issuer
 from foreload.backend.cuda.kernels.layout import BlockLayout
-from foreload.backend.cuda.kernels.ops import TAG, Ops
+from foreload.backend.cuda.kernels.ops import TAG, Ops, tile_columns
 from foreload.backend.cuda.layers import (
     BEGUN,
     CHOSEN,
@@ -43,6 +44,7 @@ from foreload.backend.cuda.pieces import Behaviour, Pieces
 from foreload.backend.cuda.programs import Capture, Program, make_program, make_waves
 from foreload.backend.cuda.steps import StepArrays
 from foreload.backend.cuda.throttle import CapturedStopwatch
+from foreload.backend.experts.batch import Chunk
 from foreload.backend.experts.cpu_native import NativeExperts
 from foreload.backend.experts.link import transfer_ns
 from foreload.backend.forward import Forward
@@ -93,7 +95,7 @@ class Steer:
 
 
 class FastForward(Forward):
-    """A forward whose decode steps are launched as graphs. Prompts take the way of `Forward`."""
+    """A forward whose decode steps are launched as graphs. Prompts go as in `Forward`, several experts in a launch."""
 
     _copies: NativeCopies
     _cpu: NativeExperts
@@ -110,6 +112,7 @@ class FastForward(Forward):
         self._waves: dict[BlockLayout, tuple[int, ...]] = {}
         self._resident_at: NDArray[np.int32] | None = None  # slots that the device's table of addresses shows
         self._stopwatch: CapturedStopwatch | None = None
+        self._chunk_plans = ChunkPlans(self.decoder.device)
 
     @property
     def ops(self) -> Ops:
@@ -215,6 +218,15 @@ class FastForward(Forward):
         if len(sizes) > 1:
             raise UsageError("an emulated link on a GPU needs experts of one format: layers have several here")
         return sizes.pop()
+
+    def chunk(self, at: int, h: Tensor, ids: Tensor) -> Chunk:
+        """See `Forward.chunk`."""
+        parts = self._parts
+        layout = parts.layouts[at]
+        if not tile_columns(layout):
+            return super().chunk(at, h, ids)
+        targets = self._copies.blocks.targets
+        return GroupedChunk(h, ids, self._shape.experts, parts.ops, layout, self._chunk_plans, targets)
 
     # Decode
 

@@ -5,11 +5,15 @@ Every output has its own place by token and rank, so where and when an expert ra
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from foreload.backend.experts.blocks import ExpertViews, run_expert
 from foreload.backend.policy.window import Demand
 from foreload.shape import ModelShape
 
@@ -64,36 +68,59 @@ class Batch:
         return self._out.view(self._n, self._top_k, -1)
 
 
-class Chunk:
+class Chunk(ABC):
     """A prompt chunk: tokens h [n, hidden] of experts ids [n, k], sorted by expert on the device.
 
     `counts` [E]: tokens of each expert, on the host.
     """
 
+    grouped = False
+    """Whether `run` launches its experts together."""
+
     def __init__(self, h: Tensor, ids: Tensor, experts: int) -> None:
-        flat = ids.reshape(-1)
-        self._top_k = ids.shape[1]
-        self._places = flat.argsort(stable=True)  # token * k + rank, those of the first expert first
+        ordered, self._places = ids.reshape(-1).sort(stable=True)  # token * k + rank, those of the first expert first
+        starts = torch.searchsorted(ordered, torch.arange(experts + 1, device=ids.device))
+        self._h, self._top_k = h, ids.shape[1]
+        self._starts: NDArray[np.int64] = starts.cpu().numpy()
+        self.counts: NDArray[np.int32] = np.diff(self._starts).astype(np.int32)
+
+    @abstractmethod
+    def run(self, experts: Sequence[int], slots: Sequence[int]) -> None:
+        """Run experts that tokens of the chunk have, each in the slot that holds it, and keep what they give."""
+
+    @abstractmethod
+    def add_to(self, r: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
+        """r [n, hidden] plus what the experts and the `shared` ones gave, by fp32 weights [n, k]."""
+
+    @property
+    @abstractmethod
+    def outputs(self) -> Tensor:
+        """What the experts gave, unweighted, [n, k, hidden] by token and rank."""
+
+
+class PlainChunk(Chunk):
+    """A chunk whose experts run one by one, as torch operators."""
+
+    def __init__(self, h: Tensor, ids: Tensor, experts: int, views: Callable[[int], ExpertViews]) -> None:
+        """`views(slot)`: the expert in a slot."""
+        super().__init__(h, ids, experts)
+        self._views = views
         self._inputs = h[self._places // self._top_k]
         self._sorted = torch.empty_like(self._inputs)
-        self.counts: NDArray[np.int32] = torch.bincount(flat, minlength=experts).cpu().numpy().astype(np.int32)
-        self._starts = np.concatenate([[0], np.cumsum(self.counts)]).tolist()
 
-    def input(self, expert: int) -> Tensor:
-        """The tokens of an expert, [its tokens, hidden]."""
-        return self._inputs[self._starts[expert] : self._starts[expert + 1]]
+    def run(self, experts: Sequence[int], slots: Sequence[int]) -> None:
+        """See `Chunk.run`."""
+        for expert, slot in zip(experts, slots, strict=True):
+            mine = slice(*self._starts[expert : expert + 2].tolist())
+            self._sorted[mine] = run_expert(self._inputs[mine], *self._views(slot))
 
-    def store(self, expert: int, output: Tensor) -> None:
-        """Keep an expert's output [its tokens, hidden]."""
-        self._sorted[self._starts[expert] : self._starts[expert + 1]] = output
-
-    def reduce(self, weights: Tensor, shared: Tensor | None) -> Tensor:
-        """See `weighted_sum`."""
-        return weighted_sum(self.outputs, weights, shared)
+    def add_to(self, r: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
+        """See `Chunk.add_to`."""
+        return r + weighted_sum(self.outputs, weights, shared)
 
     @property
     def outputs(self) -> Tensor:
-        """What has been stored, unweighted, [n, k, hidden] by token and rank."""
+        """See `Chunk.outputs`."""
         found = torch.empty_like(self._sorted)
         found[self._places] = self._sorted
         return found.view(-1, self._top_k, found.shape[1])

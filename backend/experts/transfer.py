@@ -44,6 +44,8 @@ class Copies(ABC):
     """Copies as they were measured, while this is not None."""
     threads: list[threading.Thread]
     """Serving threads that are Python's."""
+    usable: tuple[int, ...] = (LANDED,)
+    """What a copy's status is when the next kernel can use it."""
 
     @abstractmethod
     def kick(self) -> None:
@@ -52,6 +54,13 @@ class Copies(ABC):
     @abstractmethod
     def take_ready(self, keys: Collection[int]) -> int:
         """Wait until a copy among `keys` can be used by the next kernel; returns the first in link order."""
+
+    def take_all_ready(self, keys: Collection[int]) -> list[int]:
+        """Wait until a copy among `keys` can be used by the next kernel; all that can, in the order given."""
+        self.take_ready(keys)
+        with self.lock:
+            status = self.brain.state.status.reshape(-1)
+            return [key for key in keys if status[key] in self.usable]
 
     @abstractmethod
     def wait_landed(self, keys: Collection[int]) -> None:
@@ -78,7 +87,7 @@ class CopyThread(Copies):
         self.phase = DECODE
         self.spans = None
         self._slab, self._pool, self._link = slab, pool, link
-        self._usable = (IN_FLIGHT, LANDED) if link.asynchronous else (LANDED,)
+        self.usable = (IN_FLIGHT, LANDED) if link.asynchronous else (LANDED,)
         self._wake_on_issue = link.asynchronous
         self._order: dict[int, int] = {}  # key -> when it was last issued
         self._issued: dict[int, tuple[int, int]] = {}  # key -> (purpose, when) of a copy whose span is wanted
@@ -109,8 +118,8 @@ class CopyThread(Copies):
             return ready
 
     def _ready(self, keys: Collection[int]) -> int:
-        status, usable = self.brain.state.status.reshape(-1), self._usable
-        ready = [key for key in keys if status[key] in usable]
+        status = self.brain.state.status.reshape(-1)
+        ready = [key for key in keys if status[key] in self.usable]
         return min(ready, key=self._order.__getitem__) if ready else -1
 
     def wait_landed(self, keys: Collection[int]) -> None:

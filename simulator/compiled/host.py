@@ -88,6 +88,7 @@ class Blocks(NamedTuple):
     interrupt_ns: int
     drafting: bool
     shares: bool  # whether resident experts and CPU experts slow each other
+    grouped: bool  # whether a prompt's experts run together
 
 
 class Steps(NamedTuple):

@@ -100,14 +100,13 @@ def _layer(
         ahead = prompt.prefill_ahead(p, following, routed, m.ahead)
     mach.watch(m)
     sent, soon = _queue(m, r, p, layer, sent, n, following, 0, ahead)
-    for expert in range(len(counts)):
-        if counts[expert] and p.status[layer, expert] == KEPT:
-            _expert(m, r, b, counts[expert])
-    for served in range(n):
+    _residents(m, r, b, p, layer)
+    served = 0
+    while served < n:
         if sent == served:
             m.at[mach.FAILED] = 3
             return 0
-        _serve(m, r, b, p, rules, layer, m.todo[served])
+        served = _serve(m, r, b, p, rules, layer, served, sent)
         sent, soon = _queue(m, r, p, layer, sent, n, following, soon, ahead)
     for at in range(soon):
         m.early[at] = m.ahead[at]
@@ -139,18 +138,47 @@ def _queue(
 
 
 @uncounted
-def _serve(m: Machine, r: Rates, b: Blocks, p: PolicyState, rules: Rules, layer: int, expert: int) -> None:
-    """Wait for a copied expert, run it, keep it or give its slot back."""
+def _serve(m: Machine, r: Rates, b: Blocks, p: PolicyState, rules: Rules, layer: int, first: int, sent: int) -> int:
+    """Wait for the first copied expert; run what has arrived, keep it or give its slot back. Returns who is next."""
     settle(m, r, p)
-    if p.status[layer, expert] != LANDED:
-        landed(m, r, p, layer * len(m.counts) + expert)
-    if m.counts[expert]:
-        _expert(m, r, b, m.counts[expert])
+    if p.status[layer, m.todo[first]] != LANDED:
+        landed(m, r, p, layer * len(m.counts) + m.todo[first])
+        settle(m, r, p)
+    upto, host_ns, work_ns = first, -1, 0
+    while upto < sent and p.status[layer, m.todo[upto]] == LANDED:
+        host_ns, work_ns = _expert(m, r, b, m.counts[m.todo[upto]], host_ns, work_ns)
+        upto += 1
+    _launch(m, r, b, host_ns, work_ns)
     settle(m, r, p)
-    prompt.prefill_done(p, rules, layer, expert, m.target)
+    for at in range(first, upto):
+        prompt.prefill_done(p, rules, layer, m.todo[at], m.target)
+    return upto
 
 
 @uncounted
-def _expert(m: Machine, r: Rates, b: Blocks, tokens: int) -> None:
+def _residents(m: Machine, r: Rates, b: Blocks, p: PolicyState, layer: int) -> None:
+    """Run the demanded experts that are resident."""
+    host_ns, work_ns = -1, 0
+    for expert in range(len(m.counts)):
+        if p.status[layer, expert] == KEPT:
+            host_ns, work_ns = _expert(m, r, b, m.counts[expert], host_ns, work_ns)
+    _launch(m, r, b, host_ns, work_ns)
+
+
+@uncounted
+def _expert(m: Machine, r: Rates, b: Blocks, tokens: int, host_ns: int, work_ns: int) -> tuple[int, int]:
+    """Run an expert that tokens have, or add it to a launch, whose time on host (-1: none yet) and GPU is returned."""
+    if tokens == 0:
+        return host_ns, work_ns
     m.seen_tokens[1, tokens] = True
-    block(m, r, PREFILL_EXPERT, b.prefill_expert[tokens])
+    cost = b.prefill_expert[tokens]
+    if not b.grouped:
+        block(m, r, PREFILL_EXPERT, cost)
+        return host_ns, work_ns
+    return max(host_ns, cost[0]), work_ns + cost[1]
+
+
+@uncounted
+def _launch(m: Machine, r: Rates, b: Blocks, host_ns: int, work_ns: int) -> None:
+    if host_ns >= 0:
+        mach.launch(m, r, PREFILL_EXPERT, host_ns, work_ns, 0, -1)

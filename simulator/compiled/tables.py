@@ -94,6 +94,7 @@ def blocks(costs: CostModel, settings: Settings, most: int, tokens: int, fed: in
         interrupt_ns=costs.interrupt_ns,
         drafting=draft != "none",
         shares=not costs.graphs,
+        grouped=costs.graphs,
     )
 
 

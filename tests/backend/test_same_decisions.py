@@ -139,6 +139,20 @@ class Scripted(Copies):
                 return min(ready, key=self._order.__getitem__)
             assert self._move(), "the log lands no copy that is waited for"
 
+    def take_all_ready(self, keys: Collection[int]) -> list[int]:
+        """Those that have landed before the next call, and that the log serves together."""
+        self.take_ready(keys)
+        self._catch_up()
+        taken: list[int] = []
+        for name, *rest in self.log[self.at :]:
+            if name in ("issue", "land"):
+                continue
+            key = rest[0] * self.brain.shape.experts + rest[1] if name == "prefill_done" else -1
+            if key not in keys or self.brain.status(*divmod(key, self.brain.shape.experts)) != LANDED:
+                break
+            taken.append(key)
+        return taken
+
     def wait_landed(self, keys: Collection[int]) -> None:
         """Until all have landed or are residents."""
         for key in keys:

@@ -15,6 +15,8 @@ from torch import Tensor
 from foreload.backend.cuda.kernels.layout import ENTRY, BlockLayout
 from foreload.errors import UsageError
 
+TOKENS = 64
+"""Items of one expert that a plan entry of a prompt chunk holds at most."""
 TAG = 0x7FFF
 """The part of a step's number that goes with every id told to the host (`route.publish`)."""
 
@@ -178,6 +180,24 @@ class Ops(ABC):
         """Unweighted fp32 outputs of the planned items."""
 
     @abstractmethod
+    def bring(self, given: Tensor, there: Tensor) -> None:
+        """Plans int64 [tiles, ENTRY] from host memory that the device reads to the device."""
+
+    @abstractmethod
+    def chunk_experts(
+        self, layout: BlockLayout, k: int, x: Tensor, plan: Tensor, listed: Tensor, mid: Tensor, out: Tensor
+    ) -> None:
+        """Unweighted outputs out [items, hidden] of a prompt chunk's planned items, by way of mid [items, width].
+
+        plan int64 [tiles, ENTRY], at most TOKENS items each, and listed int64 [items] are on the device; mid and out
+        are of x's type. UsageError for a layout that has no `tile_columns`.
+        """
+
+    @abstractmethod
+    def weigh(self, r: Tensor, weights: Tensor, out: Tensor, x: Tensor) -> None:
+        """x [n, hidden] = r + outputs out [n k, hidden], weighted [n, k], in rank order, in fp32."""
+
+    @abstractmethod
     def combine(
         self, r: Tensor, weights: Tensor, out: Tensor, host_out: Tensor | None, on_host: Tensor | None, x: Tensor
     ) -> None:
@@ -190,6 +210,13 @@ class Ops(ABC):
     @abstractmethod
     def hold(self, begun: Tensor, least: Tensor) -> None:
         """Keep the stream busy until `least` int64 [1] nanoseconds have passed since `begun`."""
+
+
+def tile_columns(layout: BlockLayout) -> int:
+    """Columns that kernels of prompt chunks take at once; 0 if they cannot, for tiles of scale that end amid them."""
+    most = 32 if layout.format == "float32" else 64
+    columns = min(most, layout.tile & -layout.tile) if layout.tile else most
+    return columns if columns >= 16 else 0
 
 
 def check_layout(layout: BlockLayout) -> None:

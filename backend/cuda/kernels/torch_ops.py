@@ -188,18 +188,28 @@ class TorchOps(Ops):
             at += len(same)
 
     def experts(self, layout: BlockLayout, k: int, x: Tensor, buffers: ExpertBuffers) -> None:  # noqa: D102
-        for address, first, count, _ in buffers.plan.tolist():
+        self.chunk_experts(layout, k, x, buffers.plan, buffers.listed, buffers.mid, buffers.out)
+
+    def bring(self, given: Tensor, there: Tensor) -> None:  # noqa: D102
+        there.copy_(given)
+
+    def chunk_experts(  # noqa: D102
+        self, layout: BlockLayout, k: int, x: Tensor, plan: Tensor, listed: Tensor, mid: Tensor, out: Tensor
+    ) -> None:
+        for address, first, count, _ in plan.tolist():
             if not address:
                 continue
             memory = _bytes_at(address, layout.block_bytes)
             gate, gate_bias = matrix(memory, layout, layout.gate, layout.width, layout.hidden)
             up, up_bias = matrix(memory, layout, layout.up, layout.width, layout.hidden)
             down, down_bias = matrix(memory, layout, layout.down, layout.hidden, layout.width)
-            for item in buffers.listed[first : first + count].tolist():
+            for item in listed[first : first + count].tolist():
                 row = x[item // k][None].float()
-                mid = activated(_rows(row, gate, gate_bias), _rows(row, up, up_bias), layout)
-                buffers.mid[item] = mid[0]
-                buffers.out[item] = _rows(mid, down, down_bias)[0]
+                mid[item] = activated(_rows(row, gate, gate_bias), _rows(row, up, up_bias), layout)[0]
+                out[item] = _rows(mid[item][None].float(), down, down_bias)[0]
+
+    def weigh(self, r: Tensor, weights: Tensor, out: Tensor, x: Tensor) -> None:  # noqa: D102
+        self.combine(r, weights, out, None, None, x)
 
     def combine(  # noqa: D102
         self, r: Tensor, weights: Tensor, out: Tensor, host_out: Tensor | None, on_host: Tensor | None, x: Tensor

@@ -5,20 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from triton import knobs
 
-from foreload.backend.cuda.kernels import attention, dense, experts, hold, route
+from foreload.backend.cuda.kernels import attention, dense, experts, hold, prompt, route
 from foreload.backend.cuda.kernels.layout import ENTRY, BlockLayout
 from foreload.backend.cuda.kernels.ops import (
+    TOKENS,
     AttentionScratch,
     ExpertBuffers,
     Ops,
     check_layout,
     power_of_two,
+    tile_columns,
 )
+from foreload.errors import UsageError
 
 BUILD: dict[str, Any] = {"enable_fp_fusion": True}
 ROWS, COLS = 4, 1024
 """A program of a matrix-vector kernel: rows, and columns it reads at once."""
+TILE_ROWS, STAGES = 64, 3
+"""A program of prompt chunks: rows of weights, and blocks of columns that are loaded ahead."""
 
 
 def _tiles(count: int, size: int) -> int:
@@ -27,6 +33,22 @@ def _tiles(count: int, size: int) -> int:
 
 def _cols(width: int) -> int:
     return min(COLS, max(16, power_of_two(width)))
+
+
+def _gate_up(layout: BlockLayout) -> dict[str, Any]:
+    """Where kernels find gate and up, and what they make of them."""
+    gate, up = layout.gate, layout.up
+    activation = {"ACTIVATION": layout.activation, "ALPHA": layout.alpha, "LIMIT": layout.limit}
+    scales = {"GATE_SCALES": gate.scales, "UP_SCALES": up.scales, "SCALE_STRIDE": gate.scale_stride}
+    biases = {"GATE_BIAS": gate.bias, "UP_BIAS": up.bias, "BIAS_STRIDE": gate.bias_stride}
+    return {"GATE": gate.at, "UP": up.at, "STRIDE": gate.stride, **activation, **scales, **biases}
+
+
+def _down(layout: BlockLayout) -> dict[str, Any]:
+    """Where kernels find down."""
+    down = layout.down
+    scales = {"SCALES": down.scales, "SCALE_STRIDE": down.scale_stride}
+    return {"DOWN": down.at, "STRIDE": down.stride, **scales, "BIAS": down.bias, "BIAS_STRIDE": down.bias_stride}
 
 
 class TritonOps(Ops):
@@ -332,6 +354,38 @@ class TritonOps(Ops):
             BIAS=last.bias,
             BIAS_STRIDE=last.bias_stride,
             **build,
+        )
+
+    def bring(self, given: Tensor, there: Tensor) -> None:  # noqa: D102
+        words = given.numel()
+        prompt.bring[(_tiles(words, COLS),)](given, there, words, BLOCK=COLS, **BUILD)
+
+    def chunk_experts(  # noqa: D102
+        self, layout: BlockLayout, k: int, x: Tensor, plan: Tensor, listed: Tensor, mid: Tensor, out: Tensor
+    ) -> None:
+        check_layout(layout)
+        columns, tiles = tile_columns(layout), len(plan)
+        if not columns:
+            raise UsageError(f"prompt chunks cannot be computed from tiles of {layout.tile} columns to a scale")
+        build: dict[str, Any] = {
+            "ENTRY": ENTRY,
+            "HIDDEN": layout.hidden,
+            "WIDTH": layout.width,
+            "TOKENS": TOKENS,
+            "COLS": columns,
+        }
+        build |= {"ROWS": TILE_ROWS, "ALIGN": 16 if layout.aligned else 1, "FORMAT": layout.format}
+        build |= {"BIAS_BYTES": layout.bias_bytes, "TILE": layout.tile, "num_stages": STAGES, **BUILD}
+        build["PLAIN"] = knobs.runtime.interpret
+        both, last = _gate_up(layout), _down(layout)
+        prompt.gate_up_tiles[(_tiles(layout.width, TILE_ROWS), tiles)](plan, listed, x, mid, K=k, **both, **build)
+        prompt.down_tiles[(_tiles(layout.hidden, TILE_ROWS), tiles)](plan, listed, mid, out, **last, **build)
+
+    def weigh(self, r: Tensor, weights: Tensor, out: Tensor, x: Tensor) -> None:  # noqa: D102
+        n, hidden = r.shape
+        cols = _cols(hidden)
+        prompt.weigh[(n, _tiles(hidden, cols))](
+            r, weights, out, x, K=weights.shape[1], HIDDEN=hidden, COLS=cols, **BUILD
         )
 
     def combine(  # noqa: D102

@@ -14,14 +14,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from foreload.backend.cuda.kernels import attention, dense, experts, hold, route
+from foreload.backend.cuda.kernels import attention, dense, experts, hold, prompt, route
 
-WORDS = re.compile(r"(?:ld|st)\.global\.\S*|fence\.acq_rel\.sys|mma\.sync|mma_async")
+WORDS = re.compile(r"(?:ld|st)\.global\.\S*|cp\.async\.cg\S*|fence\.acq_rel\.sys|mma\.sync|mma_async")
 FOUND: dict[str, dict[str, int]] = {}
 POINTERS = {"b": "*bf16", "f": "*fp32", "i": "*i32", "l": "*i64", "s": "*i16"}
 
 
-def build(name: str, kernel: Any, tensors: str, warps: int = 4, **fixed: Any) -> None:
+def build(name: str, kernel: Any, tensors: str, warps: int = 4, stages: int = 3, **fixed: Any) -> None:
     """Compile with pointer arguments of these kinds (letters of POINTERS), all aligned, and constants."""
     names = kernel.arg_names[: len(tensors)]
     numbers = {arg: fixed.pop(arg) for arg in list(fixed) if arg in kernel.do_not_specialize}
@@ -29,7 +29,7 @@ def build(name: str, kernel: Any, tensors: str, warps: int = 4, **fixed: Any) ->
     aligned = {(at,): [["tt.divisibility", 16]] for at in range(len(tensors))}
     kinds = {**signature, **dict.fromkeys(numbers, "i32"), **dict.fromkeys(fixed, "constexpr")}
     source = ASTSource(kernel, kinds, fixed, aligned)
-    options = {"num_warps": warps, "enable_fp_fusion": True}
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     FOUND[name] = dict(Counter(WORDS.findall(ptx)))
 
@@ -95,4 +95,14 @@ for format_, halves in (("bfloat16", 4), ("float32", 8), ("fp8", 2), ("int8", 2)
             ACTIVATION=activation, GATE_BIAS=bias, UP_BIAS=bias, **both, **block, **ROW,
         )  # fmt: skip
     build(f"down {format_}", experts.down, "llff", DOWN=2 * SIZE * row, SCALES=scales, BIAS=-1, **block, **ROW)
+    tiles = {"TOKENS": 64, "ROWS": 64, "COLS": 32 if format_ == "float32" else 64, "PLAIN": False, "stages": 3}
+    kind = "f" if format_ == "float32" else "b"
+    build(
+        f"tiles gate_up {format_}", prompt.gate_up_tiles, "ll" + 2 * kind,
+        ACTIVATION="swiglu_oai", GATE_BIAS=16, UP_BIAS=16, **both, **block, **tiles,
+    )  # fmt: skip
+    found = {"DOWN": 2 * SIZE * row, "SCALES": scales, "BIAS": -1}
+    build(f"tiles down {format_}", prompt.down_tiles, "ll" + 2 * kind, **found, **block, **tiles)
+build("bring", prompt.bring, "ll", WORDS=8000, BLOCK=1024)
+build("weigh", prompt.weigh, "bfbb", K=8, HIDDEN=2048, COLS=1024)
 print(json.dumps(FOUND))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from foreload.backend.cuda.kernels import attention, dense, experts, route
+from foreload.backend.cuda.kernels import attention, dense, experts, prompt, route
 
 PROGRAM = """
 import sys, triton
@@ -63,13 +63,16 @@ def test_every_kernel_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, words in found.items():
         if name.startswith(("gate_up", "down", "norm_linear", "linear_residual")):
             assert any(word.startswith("ld.global.v4") for word in words), name
+        if name.startswith("tiles"):
+            assert any(word.startswith("cp.async.cg") for word in words), name
+            assert "mma_async" in words or "float32" in name, name
 
 
 @pytest.mark.unit
 def test_layers_recordings_and_rows_need_no_kernels_of_their_own() -> None:
     """What differs between them is handed in when a kernel runs: a constant would compile it for each value."""
-    kernels = [value for module in (attention, dense, experts, route) for value in vars(module).values()]
+    kernels = [value for module in (attention, dense, experts, prompt, route) for value in vars(module).values()]
     kinds = [item for kernel in kernels if hasattr(kernel, "fn") for item in kernel.fn.__annotations__.items()]
-    varying = {"LAYER", "FIRST", "TABLE_ROWS", "N", "N_ITEMS", "IDS", "ELEMENTS"}
+    varying = {"LAYER", "FIRST", "TABLE_ROWS", "N", "N_ITEMS", "IDS", "ELEMENTS", "WORDS"}
     assert {name for name, _ in kinds} >= varying
     assert {kind for name, kind in kinds if name in varying} == {"int"}

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 from foreload.backend.cuda.buffers import DeviceMemory
-from foreload.backend.experts.batch import AT_ONCE, Chunk, chunk_bytes, weighted_sum
+from foreload.backend.experts.batch import AT_ONCE, PlainChunk, chunk_bytes, weighted_sum
+from foreload.backend.experts.blocks import ExpertViews
 from foreload.backend.options import working_bytes
 from foreload.settings import Draft, Settings
 from foreload.traces.synthetic import shape_of
@@ -59,11 +61,14 @@ def test_a_long_chunk_is_summed_in_parts_as_at_once() -> None:
 
 @pytest.mark.unit
 def test_a_chunk_gives_every_token_its_own_outputs_back() -> None:
-    generator = torch.Generator().manual_seed(1)
+    generator, eye = torch.Generator().manual_seed(1), torch.eye(4)
     h, ids = torch.randn(9, 4, generator=generator), torch.randint(5, (9, 2), generator=generator)
-    chunk = Chunk(h, ids, 6)
+    chunk = PlainChunk(h, ids, 6, lambda slot: ExpertViews(torch.cat([eye, slot * eye]), eye))
     assert chunk.counts.tolist() == torch.bincount(ids.reshape(-1), minlength=6).tolist()
-    for expert in range(6):
-        if chunk.counts[expert]:
-            chunk.store(expert, chunk.input(expert) * (expert + 1))
-    assert torch.equal(chunk.outputs, h[:, None] * (ids + 1)[..., None])
+    for some in ([5, 0], [1, 2, 3, 4]):
+        demanded = [expert for expert in some if chunk.counts[expert]]
+        chunk.run(demanded, [expert + 1 for expert in demanded])
+    expected = (F.silu(h) * h)[:, None] * (ids + 1)[..., None]
+    torch.testing.assert_close(chunk.outputs, expected)
+    weights = torch.rand(9, 2, generator=generator)
+    torch.testing.assert_close(chunk.add_to(h, weights, h), 2 * h + (weights[..., None] * expected).sum(1))
