@@ -36,11 +36,11 @@ PINNED = {
     "windows on the CPU, cpu": (22994075, 7678000),
     "windows, cuda": (26997800, 7775000),
     "windows on the CPU, cuda": (22472563, 7678000),
-    "fetch, graphs": (23113200, 6651500),
-    "ahead, graphs": (21625960, 6651500),
-    "split, graphs": (15058043, 6551500),
-    "windows, graphs": (27559190, 7855500),
-    "windows on the CPU, graphs": (22792844, 7758500),
+    "fetch, graphs": (23113200, 6554000),
+    "ahead, graphs": (21625960, 6554000),
+    "split, graphs": (15058043, 6554000),
+    "windows, graphs": (27559190, 7686500),
+    "windows on the CPU, graphs": (22792844, 7589500),
 }
 
 
