@@ -16,6 +16,8 @@ from foreload.shape import Latent, ModelShape
 
 SCORE_NUMBERS = 1 << 24
 """Attention scores held at a time where they are worked out here."""
+WINDOW_ROWS = 256
+"""Positions of a shorter window that are worked out at a time, over the keys that any of them sees."""
 LATENT_EPS = 1e-6
 """Epsilon of the norms inside latent attention, whatever `rms_norm_eps` says (`DeepseekV3RMSNorm`'s default)."""
 
@@ -60,20 +62,23 @@ def masked_attention(
 
     Query heads share key heads in order; `window` 0 means all positions. Returns [n, heads, d of v].
     """
-    heads, n, keys = q.shape[0], q.shape[1], k.shape[1]
+    heads, n = q.shape[0], q.shape[1]
     shared = heads // k.shape[0]
-    rows = max(1, SCORE_NUMBERS // (heads * keys))
+    most = max(window, WINDOW_ROWS) if window else n
+    rows = max(1, min(most, SCORE_NUMBERS // (heads * min(k.shape[1], most + window or k.shape[1]))))
     out = []
     for begin in range(0, n, rows):
         part = q[:, begin : begin + rows]
         count = part.shape[1]
-        grouped = part.reshape(k.shape[0], shared * count, -1)
-        scores = (grouped @ k.transpose(1, 2) * scale).view(heads, count, keys)
         own = range(position + begin, position + begin + count)
-        if first + keys - 1 > own[0] or (window and first <= own[-1] - window):
-            scores = scores.masked_fill(_unseen(first, keys, own, window, q.device), float("-inf"))
+        low = max(first, own[0] - window + 1) if window else first
+        seen, keys = slice(low - first, own[-1] + 1 - first), own[-1] + 1 - low
+        grouped = part.reshape(k.shape[0], shared * count, -1)
+        scores = (grouped @ k[:, seen].transpose(1, 2) * scale).view(heads, count, keys)
+        if count > 1:
+            scores = scores.masked_fill(_unseen(low, keys, own, window, q.device), float("-inf"))
         weights = softmax_with_sinks(scores, sinks).to(v.dtype)
-        mixed = weights.view(k.shape[0], shared * count, keys) @ v
+        mixed = weights.view(k.shape[0], shared * count, keys) @ v[:, seen]
         out.append(mixed.view(heads, count, -1).transpose(0, 1))
     return torch.cat(out) if len(out) > 1 else out[0]
 
@@ -83,6 +88,24 @@ def _unseen(first: int, keys: int, own: range, window: int, device: torch.device
     at = torch.arange(first, first + keys, device=device)
     rows = torch.arange(own[0], own[-1] + 1, device=device)[:, None]
     return (at > rows) | (at <= rows - window) if window else at > rows
+
+
+def can_flash(q: Tensor) -> bool:
+    """Whether `flash_attention` takes queries like q [heads, n, d]."""
+    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[2] % 8 == 0 and q.shape[2] <= 256
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Causal attention of q [heads, n, d], the last n of the positions of k, v [kv heads, keys, d], without a mask.
+
+    Returns [heads, n, d] and, fp32 [heads, n], the logarithm of the sum that a position's scores were divided by. The
+    operator aligns to the lower right, as `torch.nn.attention.bias.causal_lower_right` relies on; given a mask instead,
+    attention would hold all scores.
+    """
+    found = torch.ops.aten._scaled_dot_product_flash_attention(
+        q[None], k[None], v[None], 0.0, is_causal=True, return_debug_mask=False, scale=scale
+    )
+    return found[0][0], found[1][0, :, : q.shape[1]]
 
 
 class GroupedAttention(Attention):
@@ -155,6 +178,11 @@ class GroupedAttention(Attention):
         """Attention over all kept positions up to `end` -> [n, heads, head_dim]."""
         n = q.shape[1]
         keys, values = self.keys[:, :end], self.values[:, :end]
+        if n > 1 and can_flash(q):
+            out, log_sum = flash_attention(q, keys, values, self.shape.score_scale)
+            if self.sinks is not None:  # a sink takes its share of the sum
+                out = out * torch.sigmoid(log_sum - self.sinks.float()[:, None])[..., None].to(out.dtype)
+            return out.transpose(0, 1)
         if self.sinks is not None:
             return masked_attention(q, keys, values, 0, position, 0, self.shape.score_scale, self.sinks)
         mask = None

@@ -116,6 +116,62 @@ def test_masked_attention_by_brute_force(window: int, sinks: bool, rows: int, mo
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize("name", ["all", "sinks"])
+def test_flash_attention_in_their_place(name: str, whole: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the operator is asked and what is made of its answer, which a plain computation gives here."""
+    asked = []
+
+    def flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        asked.append((q.shape[1], k.shape[1]))
+        scores = q @ k.repeat_interleave(2, 0).transpose(1, 2) * scale
+        scores = scores.masked_fill(
+            ~torch.ones_like(scores[0], dtype=torch.bool).tril(scores.shape[2] - len(scores[0])), -torch.inf
+        )
+        return scores.softmax(-1) @ v.repeat_interleave(2, 0), scores.logsumexp(-1)
+
+    monkeypatch.setattr(attention, "can_flash", lambda _: True)
+    monkeypatch.setattr(attention, "flash_attention", flash)
+    one = block(SHAPES[name])
+    found = [one.attend(text()[:7], 0), one.attend(text()[7:8], 7), one.attend(text()[8:], 8)]
+    torch.testing.assert_close(torch.cat(found), whole[name], atol=1e-4, rtol=1e-4)
+    assert asked == [(7, 7), (TOKENS - 8, TOKENS)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keys", [64, 200])
+def test_flash_attention_aligns_to_the_lower_right(keys: int) -> None:
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (
+        torch.randn(heads, n, 64, generator=generator).bfloat16().cuda() for heads, n in ((4, 64), (2, keys), (2, keys))
+    )
+    assert attention.can_flash(q)
+    found, log_sum = attention.flash_attention(q, k, v, 0.125)
+    expected = masked_attention(q, k, v, 0, keys - 64, 0, 0.125, None).transpose(0, 1)
+    torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+    last = (q[:, -1:].float() @ k.float().repeat_interleave(2, 0).transpose(1, 2) * 0.125).logsumexp(-1)
+    torch.testing.assert_close(log_sum[:, -1:], last, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.unit
+def test_windows_read_the_keys_they_see_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the prompt, scores of a window are few."""
+    most: list[int] = []
+    softmax = attention.softmax_with_sinks
+
+    def spy(scores: Tensor, sinks: Tensor | None) -> Tensor:
+        most.append(scores.numel())
+        return softmax(scores, sinks)
+
+    monkeypatch.setattr(attention, "softmax_with_sinks", spy)
+    n, window = 3 * attention.WINDOW_ROWS, 16
+    q, k = torch.ones(2, n, 4), torch.ones(1, n, 4)
+    found = masked_attention(q, k, torch.arange(n).float()[None, :, None], 0, 0, window, 1.0, None)
+    seen = [sum(range(max(0, at - window + 1), at + 1)) / min(at + 1, window) for at in range(n)]
+    torch.testing.assert_close(found[:, 0, 0], torch.tensor(seen))
+    assert max(most) <= 2 * attention.WINDOW_ROWS * (attention.WINDOW_ROWS + window)
+
+
+@pytest.mark.unit
 @pytest.mark.parametrize("sink", [-1e4, 0.0, 1e4])
 def test_sinks_of_any_size_leave_finite_weights(sink: float) -> None:
     scores = torch.tensor([[[1e4, -1e4, float("-inf")]]])

@@ -46,6 +46,13 @@ def matrix(memory: Tensor, layout: BlockLayout, part: Part, rows: int, columns: 
     return weights, bias
 
 
+def _expert(address: int, layout: BlockLayout) -> list[tuple[Tensor, Tensor | None]]:
+    """Gate, up and down of the block at an address, as `matrix` gives them."""
+    memory, hidden, width = _bytes_at(address, layout.block_bytes), layout.hidden, layout.width
+    parts = ((layout.gate, width, hidden), (layout.up, width, hidden), (layout.down, hidden, width))
+    return [matrix(memory, layout, part, rows, columns) for part, rows, columns in parts]
+
+
 def activated(gate: Tensor, up: Tensor, layout: BlockLayout) -> Tensor:
     """silu(gate) * up, or GPT-OSS's clamped form."""
     if layout.activation == "silu":
@@ -188,7 +195,15 @@ class TorchOps(Ops):
             at += len(same)
 
     def experts(self, layout: BlockLayout, k: int, x: Tensor, buffers: ExpertBuffers) -> None:  # noqa: D102
-        self.chunk_experts(layout, k, x, buffers.plan, buffers.listed, buffers.mid, buffers.out)
+        for address, first, count, _ in buffers.plan.tolist():
+            if not address:
+                continue
+            (gate, gate_bias), (up, up_bias), (down, down_bias) = _expert(address, layout)
+            for item in buffers.listed[first : first + count].tolist():
+                row = x[item // k][None].float()
+                mid = activated(_rows(row, gate, gate_bias), _rows(row, up, up_bias), layout)
+                buffers.mid[item] = mid[0]
+                buffers.out[item] = _rows(mid, down, down_bias)[0]
 
     def bring(self, given: Tensor, there: Tensor) -> None:  # noqa: D102
         there.copy_(given)
@@ -197,16 +212,11 @@ class TorchOps(Ops):
         self, layout: BlockLayout, k: int, x: Tensor, plan: Tensor, listed: Tensor, mid: Tensor, out: Tensor
     ) -> None:
         for address, first, count, _ in plan.tolist():
-            if not address:
-                continue
-            memory = _bytes_at(address, layout.block_bytes)
-            gate, gate_bias = matrix(memory, layout, layout.gate, layout.width, layout.hidden)
-            up, up_bias = matrix(memory, layout, layout.up, layout.width, layout.hidden)
-            down, down_bias = matrix(memory, layout, layout.down, layout.hidden, layout.width)
-            for item in listed[first : first + count].tolist():
-                row = x[item // k][None].float()
-                mid[item] = activated(_rows(row, gate, gate_bias), _rows(row, up, up_bias), layout)[0]
-                out[item] = _rows(mid[item][None].float(), down, down_bias)[0]
+            gate, up, down = _expert(address, layout)
+            mine = listed[first : first + count]
+            rows = x[mine // k].float()
+            mid[mine] = activated(F.linear(rows, *gate), F.linear(rows, *up), layout).to(mid.dtype)
+            out[mine] = F.linear(mid[mine].float(), *down).to(out.dtype)
 
     def weigh(self, r: Tensor, weights: Tensor, out: Tensor, x: Tensor) -> None:  # noqa: D102
         self.combine(r, weights, out, None, None, x)
