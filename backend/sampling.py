@@ -42,16 +42,18 @@ class Sampler:
         return int(logits.argmax()) if self.greedy else self.choose(self.distribution(logits))
 
     def choose(self, probabilities: Tensor) -> int:
-        """A token drawn from probabilities [vocab]."""
-        return int(torch.multinomial(probabilities, 1, generator=self._generator))
+        """A token drawn from probabilities [vocab], which need not sum to 1."""
+        cumulative = probabilities.cumsum(0)
+        drawn = torch.searchsorted(cumulative, cumulative[-1:] * self.uniform(), right=True)
+        return int(drawn.clamp(max=len(probabilities) - 1))
 
     def uniform(self) -> float:
         """A number drawn from [0, 1)."""
         return float(torch.rand((), generator=self._generator, dtype=torch.float64))
 
     def distribution(self, logits: Tensor) -> Tensor:
-        """Probabilities [vocab] on the host that `draw` draws from, in float64."""
-        probabilities = (logits.double().cpu() / self._sampling.temperature).softmax(-1)
+        """Probabilities [vocab] that `draw` draws from, in float64, where the logits are."""
+        probabilities = (logits.double() / self._sampling.temperature).softmax(-1)
         if self._sampling.top_p < 1:
             ordered, index = probabilities.sort(descending=True)
             outside = ordered.cumsum(0) - ordered >= self._sampling.top_p

@@ -42,9 +42,11 @@ from foreload.traces.synthetic import Synthetic, even_recall, qwen3, write_synth
 SECTIONS = {"resident": 3, "no cache": 4, "cached": 8, "contexts": 3, "drafts": 4}
 """In order of importance, with their shares of the time there is; what one does not need is the others'."""
 CONTEXT = 1024
+AHEAD = {"predictor": "gate", "prefetch_depth": 1}
+FEW_AHEAD = (2, 3)
 FEW = 16
 """Steps of a cell in the sections of long contexts and drafts."""
-SPECULATING = {"predictor": "gate", "prefetch_depth": 1, "speculate_layers": "all"}
+SPECULATING = {**AHEAD, "speculate_layers": "all"}
 """`router_pf` with the predictor that needs no calibration: what it copies and waits for is the same."""
 
 
@@ -129,18 +131,22 @@ class Grid:
         ]
         if ("gate", 1) in self._routing[routing].predictions:
             found.insert(1, self._cell("no cache", "router_pf", "fetch", routing, cache_ratio=0, **SPECULATING))
+            for width in FEW_AHEAD:
+                fields = {"cache_ratio": 0, "miss_action": "split", **on_cpu, **AHEAD, "prefetch_width": width}
+                found.append(self._cell("no cache", f"split, {width} ahead", "split", routing, **fields))
         return found
 
     def _cached(self) -> list[Cell]:
         split = {"miss_action": "split", "cpu_threads": self._threads, "admission": "background"}
-        ahead = {"predictor": "gate", "prefetch_depth": 1}
         found = []
         for number, routing in enumerate(self._routing):
             for ratio in self._wanted.ratios:
-                kinds: dict[str, dict[str, Any]] = {"split": split, "split, lfru": {**split, "eviction": "lfru"}}
-                if ("gate", 1) in self._routing[routing].predictions:
-                    kinds["split, prefetch"] = {**split, **ahead}
-                kinds["fetch"] = {}
+                lfru = {**split, "eviction": "lfru"}
+                kinds: dict[str, dict[str, Any]] = {"split, lfru": lfru}
+                if not number:  # the others beside the first routing alone
+                    kinds |= {"split": split, "split, fetched kept": {**lfru, "admission": "demand"}, "fetch": {}}
+                    if ("gate", 1) in self._routing[routing].predictions:
+                        kinds["split, 2 ahead"] = {**lfru, **AHEAD, "prefetch_width": 2}
                 placed = preset_settings("llama_cpp", self._engine.shape, self._threads, cache_ratio=ratio)
                 cells = [self._cell("cached", f"llama_cpp {ratio:g}", "placed", routing, **_own_fields(placed))]
                 for name, fields in kinds.items():

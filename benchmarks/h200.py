@@ -63,7 +63,7 @@ SHARED: dict[str, Shared] = {
     "spac": spac_h200.on_engine,
     "whatif": whatif_h200.on_engine,
 }
-SIMULATED = {"validate", "tuned", "union", "spac", "whatif"}
+SIMULATED = {"tuned", "union", "spac", "whatif"}
 """Parts that simulate."""
 
 

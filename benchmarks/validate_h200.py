@@ -2,15 +2,19 @@
 
     python -m benchmarks.validate_h200 --out DIR [--model shape:qwen3-30b-a3b] [--trace FILE] [--device cuda]
         [--profile FILE] [--minutes 4]
+    python -m benchmarks.validate_h200 --out DIR --predict [--model ...] [--trace FILE]
 
-Everything is predicted before anything is measured. Then come rounds over all settings, in an order drawn by a seed
-(settings that launch the same graphs stay together). Writes DIR/validate-h200.json, a list of rows, after every round,
-and DIR/validate-h200-summary.json.
+The settings are fixed and the profile is there before anything is measured. Rounds over all settings come in an order
+drawn by a seed (settings that launch the same graphs stay together). Predictions are made of the profile and the
+routing alone, before the rounds, or where that would take compiling, afterwards from what DIR holds (--predict).
+Writes DIR/validate-h200-runs.json, every repeat, and with predictions DIR/validate-h200.json, a list of rows, and
+DIR/validate-h200-summary.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,17 +23,20 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from benchmarks.beside import PROFILE
+import numpy as np
+
+from benchmarks.beside import PROFILE, simulator_ready
 from benchmarks.decode import workload as made_up
 from benchmarks.replayed import Bench, Lengths, Predicted, Run, Trial, Workload, predict, shown, workload
 from benchmarks.validate_grid import GAMMA, trials
 from foreload.backend.engine import Engine, EngineOptions
 from foreload.backend.models.checkpoint import Checkpoint
-from foreload.errors import ForeloadError
-from foreload.files import write_json
+from foreload.errors import ForeloadError, MismatchError
+from foreload.files import read_mapping, write_json
 from foreload.profiler.run import profile as measure_profile
 from foreload.profiler.schema import HardwareProfile
 from foreload.settings import Settings, slot_counts, staging_slots
+from foreload.shape import ModelShape
 from foreload.simulator.costs import CostModel
 from foreload.simulator.validation import Comparison, compare, summarise
 from foreload.traces.io import read_trace
@@ -46,7 +53,7 @@ class Cell:
     """A trial with what was predicted and every repeat."""
 
     trial: Trial
-    predicted: Predicted
+    predicted: Predicted | None
     runs: list[Run] = field(default_factory=list)
 
     @property
@@ -79,9 +86,9 @@ def routing_of(routing: Mapping[str, Trace]) -> Trace:
     return routing["topo"] if "topo" in routing else next(iter(routing.values()))
 
 
-def works_of(trace: Trace, engine: Engine, wanted: Wanted) -> dict[int, Workload]:
+def works_of(trace: Trace, shape: ModelShape, wanted: Wanted) -> dict[int, Workload]:
     """The recording as it is replayed without drafts and with them."""
-    return {gamma: workload(trace, engine.shape, wanted.context, wanted.lengths, gamma) for gamma in (0, GAMMA)}
+    return {gamma: workload(trace, shape, wanted.context, wanted.lengths, gamma) for gamma in (0, GAMMA)}
 
 
 class Rounds:
@@ -97,7 +104,8 @@ class Rounds:
         """One repeat of each, in an order of its own; False if the time was over."""
         for cell in self._order(cells, number):
             work = self._bench.work(cell.trial)
-            expected_s = sum(work.emitted) * cell.predicted.figures.tpot_ns / 1e9
+            tpot_ns = [run.tpot_ns for run in cell.runs] or [cell.predicted.figures.tpot_ns if cell.predicted else 0.0]
+            expected_s = sum(work.emitted) * max(tpot_ns) / 1e9
             if time.monotonic() + 1.3 * expected_s + self._overhead_s > self._until:
                 self.left_out.append(f"turn {number}: {cell.trial.describe()}: no time left")
                 continue
@@ -141,6 +149,7 @@ def rows(
     """One row per cell that was measured, in the order of the grid."""
     found = []
     for cell in [cell for cell in cells if len(cell.runs) >= spread_of]:
+        assert cell.predicted is not None
         table = compare([compared(cell, expert_bytes)])
         row = {name: None if value != value else value for name, value in table.iloc[0].to_dict().items()}
         row["settings"] = cell.trial.describe()
@@ -152,17 +161,22 @@ def rows(
 
 def compared(cell: Cell, expert_bytes: int) -> Comparison:
     """Predicted beside measured; counters are those of the repeat in the middle."""
+    assert cell.predicted is not None
     times = [run.tpot_ns for run in cell.runs]
     middle = min(cell.runs, key=lambda run: abs(run.tpot_ns - median(times)))
     return Comparison(cell.trial.settings, cell.predicted.figures, times, middle.figures(expert_bytes))
 
 
-def validate(engine: Engine, routing: Mapping[str, Trace], out: Path, wanted: Wanted) -> dict[str, Any]:
-    """Predict, measure, write; returns the summary."""
+def validate(
+    engine: Engine, routing: Mapping[str, Trace], out: Path, wanted: Wanted, simulate: bool = True
+) -> dict[str, Any]:
+    """Predict (if `simulate`), measure, write; returns the summary."""
     trace, profile = routing_of(routing), profile_of(engine, out)
-    costs, works = CostModel(profile, engine.shape, replayed=True), works_of(trace, engine, wanted)
-    begun = time.monotonic()
-    cells, refused = predicted_cells(fitting(engine, trials(costs.cpu_threads or (1,))), works, costs)
+    costs, works = CostModel(profile, engine.shape, replayed=True), works_of(trace, engine.shape, wanted)
+    begun, chosen = time.monotonic(), fitting(engine, trials(costs.cpu_threads or (1,)))
+    cells, refused = (
+        predicted_cells(chosen, works, costs) if simulate else ([Cell(trial, None) for trial in chosen], [])
+    )
     found: dict[str, Any] = {
         "model": engine.checkpoint.name,
         "path": engine.path,
@@ -180,6 +194,7 @@ def validate(engine: Engine, routing: Mapping[str, Trace], out: Path, wanted: Wa
     for number in range(wanted.rounds):
         more = rounds.turn(cells, number)
         found |= {"rounds": number + 1, "left_out": rounds.left_out, "measuring_s": time.monotonic() - begun}
+        write_json(out / f"{NAME}-runs.json", [kept(cell) for cell in cells])
         _write(out, found, cells, profile, engine.expert_bytes)
         if not more:
             break
@@ -187,8 +202,36 @@ def validate(engine: Engine, routing: Mapping[str, Trace], out: Path, wanted: Wa
     return found
 
 
+def kept(cell: Cell) -> dict[str, Any]:
+    """What was measured of a cell, for JSON."""
+    return {
+        "settings": cell.trial.settings.model_dump(mode="json", exclude_defaults=True),
+        "warmed": cell.trial.warmed,
+        "runs": [{**vars(run), "counters": run.counters.tolist()} for run in cell.runs],
+    }
+
+
+def predict_measured(out: Path, shape: ModelShape, trace: Trace) -> dict[str, Any]:
+    """Predict what `validate` has measured, from the profile beside it; writes the rows, returns the summary."""
+    found = read_mapping(out / f"{NAME}-summary.json", "summary")
+    profile, wanted = HardwareProfile.load(out / PROFILE), Wanted(Lengths(**found["lengths"]), found["context"])
+    if found["profile_hash"] != profile.digest:
+        raise MismatchError(f"{out / PROFILE}: hash {profile.digest}, measured beside {found['profile_hash']}")
+    costs, works = CostModel(profile, shape, replayed=True), works_of(trace, shape, wanted)
+    cells = []
+    for one in json.loads((out / f"{NAME}-runs.json").read_text()):
+        runs = [Run(run["step_ns"], run["emitted"], np.array(run["counters"])) for run in one["runs"]]
+        cells.append(Cell(Trial(Settings.parse(one["settings"]), one["warmed"]), None, runs))
+    predicted, found["refused"] = predicted_cells([cell.trial for cell in cells], works, costs)
+    known = {cell.trial.describe(): cell.predicted for cell in predicted}
+    for cell in cells:
+        cell.predicted = known.get(cell.trial.describe())
+    _write(out, found, [cell for cell in cells if cell.predicted], profile, profile.meta.expert_bytes)
+    return found
+
+
 def _write(out: Path, found: dict[str, Any], cells: Sequence[Cell], profile: HardwareProfile, size: int) -> None:
-    measured = [cell for cell in cells if cell.runs]
+    measured = [cell for cell in cells if cell.runs and cell.predicted]
     write_json(out / f"{NAME}.json", rows(measured, profile, size))
     if measured:
         table = compare([compared(cell, size) for cell in measured])
@@ -210,7 +253,7 @@ def fitting(engine: Engine, chosen: Sequence[Trial]) -> list[Trial]:
 def on_engine(engine: Engine, routing: Mapping[str, Trace], until: float, out: Path) -> dict[str, Any]:
     """All settings on an open engine, in as many rounds as there is time for."""
     short = until - time.monotonic() < ROOMY_S
-    return validate(engine, routing, out, Wanted(SHORT if short else Lengths(), until=until))
+    return validate(engine, routing, out, Wanted(SHORT if short else Lengths(), until=until), simulator_ready())
 
 
 def main(args: Sequence[str] | None = None, checkpoint: Checkpoint | None = None) -> dict[str, Any]:
@@ -224,6 +267,7 @@ def main(args: Sequence[str] | None = None, checkpoint: Checkpoint | None = None
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--context", type=int, default=CONTEXT)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--predict", action="store_true", help="what DIR holds; nothing is measured")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args(args)
     wanted = Wanted(Lengths(), given.context, given.rounds, time.monotonic() + 60 * given.minutes)
@@ -233,6 +277,10 @@ def main(args: Sequence[str] | None = None, checkpoint: Checkpoint | None = None
     link = None if given.link is None else int(given.link)
     options = EngineOptions(device=given.device, context_tokens=given.context + 256, link_bytes_per_s=link)
     trace = made_up(model.shape, 128) if given.trace is None else read_trace(given.trace)
+    if given.predict:
+        found = predict_measured(given.out, model.shape, trace)
+        print(found.get("summary"))
+        return found
     with Engine(model, options, Settings(cache_ratio=0.0)) as engine:
         found = validate(engine, {"routing": trace}, given.out, wanted)
     print({key: found[key] for key in ("rounds", "refused", "left_out", "summary") if key in found})

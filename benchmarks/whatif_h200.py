@@ -171,7 +171,7 @@ def check(
 ) -> dict[str, Any]:
     """Predict all machines, measure them by turns, write; returns what was written."""
     trace, profile = routing_of(routing), profile_of(engine, out)
-    works = works_of(trace, engine, wanted)
+    works = works_of(trace, engine.shape, wanted)
     played = machines(engine, profile, works, rates)
     bench = Played(engine, profile, works, wanted.until)
     found: dict[str, Any] = {
@@ -209,6 +209,7 @@ def described(machine: Machine, profile: HardwareProfile, expert_bytes: int) -> 
     for cell, row in zip(cells, table.to_dict(orient="records"), strict=True):
         known = {name: None if value != value else value for name, value in row.items()}
         known["predicted_direct_ms"] = machine.direct.get(str(row["settings"]))
+        assert cell.predicted is not None
         found["rows"].append({**known, **shown(cell.trial, cell.predicted, cell.runs, expert_bytes)})
     found["summary"] = summarise(table).as_dict()
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from itertools import count, pairwise
+from itertools import count, islice, pairwise
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ class Bench:
         self.gate = engine.predictor("gate")
         self._settings = engine.settings
         self._generator = torch.Generator().manual_seed(0)
+        self._turns = count()
         self._resident = min(2 * self.shape.top_k, self.shape.experts - self.shape.top_k)
 
     def close(self) -> None:
@@ -160,10 +161,11 @@ class Bench:
             copies.lock.notify_all()
         if beside:
             n = at_once or len(beside)
-            x, rows, turns = self.hidden().cpu(), [np.zeros(1, np.int64)] * n, count()
+            x, rows = self.hidden().cpu(), [np.zeros(1, np.int64)] * n
             while brain.in_flight() or brain.can_issue():
-                for _ in range(submissions):
-                    self.engine.cpu.submit(layer, self.pick(beside, n, next(turns)), x, rows)
+                for turn in islice(self._turns, submissions):
+                    of_layer = turn % self.shape.n_moe_layers
+                    self.engine.cpu.submit(of_layer, self.pick(beside, n, turn), x, rows)
                 self.engine.cpu.join()
         copies.wait_landed(keys)
         with copies.lock:

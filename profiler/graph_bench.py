@@ -164,7 +164,7 @@ class GraphBench(Bench):
         with torch.inference_mode():
             return self.forward.told_after(rows, position, layers) / 1e3
 
-    def anywhere(self, stage: Stage) -> NDArray[np.int32]:
-        """Slots [layers, experts] for a step of one launch: those of the residents, as often as there are experts."""
-        held = self.engine.brain.state.slot[:, stage.resident]
-        return np.ascontiguousarray(np.resize(held.T, (self.shape.experts, self.shape.n_moe_layers)).T)
+    def anywhere(self) -> NDArray[np.int32]:
+        """Slots [layers, experts] for a step of one launch: all in turn, for a layer to read different ones."""
+        experts = np.arange(self.shape.n_moe_layers * self.shape.experts) % self.engine.brain.slots
+        return experts.reshape(self.shape.n_moe_layers, self.shape.experts).astype(np.int32)

@@ -97,14 +97,14 @@ def resident(bench: GraphBench, effort: Effort, basis: Basis) -> Iterator[Measur
 def _after_last_us(step: StepTimes) -> float:
     """From the end of the last layer-step until the token is asked for."""
     last = step.layers[-1]
-    spent = sum(last.host.get(kind, 0.0) for kind in ("experts_gpu", "finish"))
+    spent = sum(last.host.get(kind, 0.0) for kind in ("submit", "issue", "experts_gpu", "finish"))
     return max(0.0, (step.decoded_ns - last.planned_ns) / 1e3 - spent)
 
 
 def _whole(bench: GraphBench, effort: Effort) -> Iterator[Measurement]:
     """Steps of one launch, until their token is known."""
     stage, k, layers = bench.stage("fetch"), bench.shape.top_k, bench.shape.n_moe_layers
-    slots = bench.anywhere(stage)
+    slots = bench.anywhere()
     for context in sorted({CONTEXT, *(c for c in effort.contexts if c <= bench.decoder.context_tokens)}):
         samples = []
         for turn in in_time(effort.rounds, effort.seconds):

@@ -43,7 +43,7 @@ def resident_windows(bench: GraphBench, effort: Effort) -> Iterator[Measurement]
             if rows > 1 and samples:
                 yield summarise_device("window_experts_gpu", [0.0], samples, experts=experts, tokens=tokens)
         yield from _host_blocks(steps, rows, latency, median(groups[max(groups)] or [0.0]))
-        slots = bench.anywhere(stage)
+        slots = bench.anywhere()
         whole = [
             bench.step([Asked(next(_groups(bench, stage.resident, rows)))] * layers, CONTEXT, slots)
             for _ in in_time(effort.rounds, effort.seconds)

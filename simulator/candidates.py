@@ -126,7 +126,8 @@ class Space:
         """
         shape, known = costs.shape, looks(traces, costs)
         most = widest(traces, known)
-        widths = {w for w in (max(1, shape.top_k // 2), shape.top_k, min(2 * shape.top_k, most), most) if 0 < w <= most}
+        k = shape.top_k
+        widths = {w for w in (max(1, k // 4), max(1, k // 2), k, min(2 * k, most), most) if 0 < w <= most}
         draft, beside = usable_draft(traces, costs), 0
         if draft is not None and draft.model_name not in (None, base.draft.model_name):
             draft, beside = (None, 0) if draft_bytes is None else (draft, draft_bytes)

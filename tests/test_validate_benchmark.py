@@ -119,6 +119,10 @@ def test_on_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(again["left_out"]) == 48
     assert json.loads((tmp_path / "late" / "validate-h200.json").read_text()) == []
     assert np.isfinite(found["summary"]["regret_pct"])
+    (tmp_path / "validate-h200.json").unlink()
+    later = validate_h200.predict_measured(tmp_path, model.shape, trace)
+    assert json.loads((tmp_path / "validate-h200.json").read_text()) == rows
+    assert later["summary"] == found["summary"]
 
 
 @pytest.mark.integration

@@ -79,6 +79,7 @@ class DeviceMemory:
     out: Tensor  # float32 [items, hidden]
     plan: Tensor  # int64 [items, ENTRY], taken from the host or made here
     listed: Tensor  # int64 [items]
+    on_host: Tensor  # int64 [items], whether an item's output is the host's
     scratch: AttentionScratch
 
     @classmethod
@@ -109,6 +110,7 @@ class DeviceMemory:
             out=make(full, items, shape.hidden),
             plan=make(number, items, ENTRY),
             listed=make(number, items),
+            on_host=make(number, items),
             scratch=AttentionScratch.on(device, rows, shape.heads, shape.head_dim, context),
         )
 
@@ -117,7 +119,7 @@ class DeviceMemory:
         items = rows * top_k
         by_row = ("x", "r", "base", "h", "qkv", "q", "mixed", "scores", "logits", "ids", "weights")
         guessed = ("guess_ids", "guess_weights")
-        by_item = ("mid", "out", "plan", "listed")
+        by_item = ("mid", "out", "plan", "listed", "on_host")
         views = {name: getattr(self, name)[:rows] for name in (*by_row, *guessed)}
         views |= {name: getattr(self, name)[:items] for name in by_item}
         scratch = self.scratch

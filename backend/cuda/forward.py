@@ -278,6 +278,8 @@ class FastForward(Forward):
         self._number = self._number % 0x7FFFFFFF + 1
         row = 0 if self.replay is None else self.replay.row
         self._step.number = self._number
+        if self._number == 1:  # numbers begin anew: no layer's plan is ready for a later step
+            self._host.ready.zero_()
         self._step.given[: GIVEN + len(token_ids)] = [self._number, position, row, *token_ids]
 
     def _whole(self) -> NDArray[np.int32] | None:

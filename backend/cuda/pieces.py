@@ -46,6 +46,25 @@ class Behaviour:
         return rows * self.depth * self.width
 
 
+@dataclass
+class Guess:
+    """Memory of predictions by gates."""
+
+    scores: Tensor  # float32 [rows, experts]
+    chances: Tensor  # float32 [rows, width]
+    best: Tensor  # int64 [depth, rows, width]
+
+    @classmethod
+    def on(cls, device: torch.device, experts: int, rows: int, behaviour: Behaviour) -> Guess:
+        """Zeros for steps of so many rows."""
+        depth, width = behaviour.depth, behaviour.width
+        return cls(
+            torch.zeros(rows, experts, device=device),
+            torch.zeros(rows, width, device=device),
+            torch.zeros(depth, rows, width, device=device, dtype=torch.int64),
+        )
+
+
 class Pieces:
     """Pieces for steps of `rows` rows. All read and write the tensors of `device` and `host`, which stay."""
 
@@ -64,6 +83,7 @@ class Pieces:
         self._decoder, self._ops, self.layouts = decoder, ops, tuple(layouts)
         self.items = rows * decoder.shape.top_k
         self._positions = torch.arange(rows, device=decoder.device)
+        self._guess = Guess.on(decoder.device, decoder.shape.experts, rows, behaviour)
 
     # A layer up to its routing
 
@@ -173,6 +193,9 @@ class Pieces:
         m, behaviour = self.m, self.behaviour
         predictor = behaviour.predictor
         assert predictor is not None
+        if at + 1 not in behaviour.speculated and self._has_plain_gates and predictor.plain:
+            self._predict_by_gates(at, predictor)
+            return
         found = predictor.ahead(at, m.r, m.ids, m.weights, behaviour.depth)
         best = predictor.best(at, found, behaviour.width)
         if behaviour.replay is not None:
@@ -184,19 +207,44 @@ class Pieces:
             m.guess_ids.copy_(ids)
             m.guess_weights.copy_(weights)
 
+    @property
+    def _has_plain_gates(self) -> bool:
+        """Whether gates rank experts by their scores, as `top_k` does."""
+        return self.shape.scoring != "sigmoid_topk" and self.shape.groups <= 1
+
+    def _predict_by_gates(self, at: int, predictor: Predictor) -> None:
+        """A `plain` predictor, each layer ahead in two kernels, the second of which tells the host."""
+        m, behaviour, ops, guess = self.m, self.behaviour, self._ops, self._guess
+        stream = predictor.start(at, m.r, m.ids, m.weights)
+        found = guess.best[: min(behaviour.depth, self.shape.n_moe_layers - 1 - at)]
+        words = self.host.guesses[at, : found.numel()].view(len(found), -1)
+        for ahead, best in enumerate(found):
+            layer = self._decoder.layers[at + 1 + ahead]
+            ops.norm_linear(
+                stream, layer.moe_norm, layer.gate, layer.gate_bias, guess.scores, None, self.shape.norm_eps
+            )
+            told = None if behaviour.replay is not None else words[ahead]
+            ops.top_k(guess.scores, best, guess.chances, True, m.current, told)
+        if behaviour.replay is not None:
+            table = behaviour.replay.guesses(predictor, behaviour.depth, behaviour.width)
+            ops.replay_predictions(m.current, table, at + 1, found)
+            ops.publish(m.current, found, words.reshape(-1))
+
     # Experts
 
     def planned(self, layout: BlockLayout, at: int | None = None) -> None:
         """The experts of the host's plan, in blocks of a layout; with `at` once the plan of that layer is ready."""
         m, host = self.m, self.host
         ready = None if at is None else host.ready[at : at + 1]
-        self._ops.take_plan(m.current, ready, (host.plan[: self.items], host.listed[: self.items]), (m.plan, m.listed))
+        on_host = (host.on_host[: self.items], m.on_host) if self.behaviour.cpu else None
+        plan, listed = (host.plan[: self.items], m.plan), (host.listed[: self.items], m.listed)
+        self._ops.take_plan(m.current, ready, plan, listed, on_host)
         self._experts(layout, ExpertBuffers(m.plan, m.listed, m.mid, m.out))
 
     def wave(self, number: int, layout: BlockLayout) -> None:
         """One late expert, whose items the plan lists. Works for steps of any number of rows: its entry says which."""
         m = self.m
-        self._ops.take_plan(m.current, None, (self.host.waves[number], None), (m.plan, m.listed))
+        self._ops.take_plan(m.current, None, (self.host.waves[number], m.plan))
         self._experts(layout, ExpertBuffers(m.plan[:1], m.listed, m.mid, m.out))
 
     def resident(self, at: int, addresses: Tensor) -> None:
@@ -215,7 +263,7 @@ class Pieces:
         if shared is not None:
             m.base.copy_(m.r + shared)
             base = m.base
-        host_out, on_host = (self.host.out, self.host.on_host) if cpu else (None, None)
+        host_out, on_host = (self.host.out, m.on_host) if cpu else (None, None)
         self._ops.combine(base, m.weights, m.out, host_out, on_host, m.x)
 
     def head(self) -> None:

@@ -49,6 +49,12 @@ class Predictor(ABC):
         """The name in recordings and profiles."""
         return f"{self.name}_rolled" if self.rolled else self.name
 
+    @property
+    def plain(self) -> bool:
+        """Whether it is later layers' own gates on what `start` gives, and nothing more."""
+        kind, base = type(self), Predictor
+        return not self.rolled and (kind.score, kind.ahead, kind.best) == (base.score, base.ahead, base.best)
+
     @abstractmethod
     def start(self, at: int, r: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The residual stream [n, hidden] that later layers are predicted from."""

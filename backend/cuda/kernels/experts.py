@@ -260,7 +260,7 @@ def combine(
     cols = tile * COLS + tl.arange(0, COLS)
     inside = cols < HIDDEN
     total = tl.zeros([COLS], tl.float32)
-    for rank in range(K):
+    for rank in tl.static_range(K):  # unrolled, so that all loads are under way at once
         item = token * K + rank
         if HOST:
             there = tl.load(on_host + item) + 0 * cols != 0

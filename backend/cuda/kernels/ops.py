@@ -164,9 +164,15 @@ class Ops(ABC):
 
     @abstractmethod
     def take_plan(
-        self, current: Tensor, ready: Tensor | None, host: tuple[Tensor, Tensor | None], here: tuple[Tensor, Tensor]
+        self,
+        current: Tensor,
+        ready: Tensor | None,
+        plan: tuple[Tensor, Tensor],
+        listed: tuple[Tensor, Tensor] | None = None,
+        on_host: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """A plan int64 [groups, ENTRY] and the items int64 [items] it lists, if given, come from host memory.
+        """From host memory, each (there, here): a plan int64 [groups, ENTRY] and, if given, int64 [items] each, the
+        items it lists and whether each is the host's.
 
         With `ready` int32 [1], in host memory too, once it is the step's number.
         """

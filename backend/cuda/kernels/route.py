@@ -143,8 +143,10 @@ def take_plan(
     ready: tl.tensor,
     plan: tl.tensor,
     items: tl.tensor,
+    on_host: tl.tensor,
     plan_here: tl.tensor,
     items_here: tl.tensor,
+    on_host_here: tl.tensor,
     WORDS: int,
     ITEMS: int,
     WORDS_UP: tl.constexpr,
@@ -152,9 +154,9 @@ def take_plan(
     WAIT: tl.constexpr,
     FENCE: tl.constexpr,
 ) -> None:
-    """One program: a plan int64 [WORDS] and items [ITEMS] move from host memory to where many programs read them.
+    """One program: a plan int64 [WORDS] and, of ITEMS items, the list and whether each is `on_host` move to the device.
 
-    WAIT: once the host's word `ready` [1] is the step's number.
+    Many programs read them there. WAIT: once the host's word `ready` [1] is the step's number.
     """
     at, it = tl.arange(0, WORDS_UP), tl.arange(0, ITEMS_UP)
     inside, listed = at < WORDS, it < ITEMS
@@ -169,6 +171,7 @@ def take_plan(
             )
         inside, listed = inside & (seen + 0 * at == number), listed & (seen + 0 * it == number)
     tl.store(items_here + it, tl.load(items + it, mask=listed, other=0, volatile=True), mask=listed)
+    tl.store(on_host_here + it, tl.load(on_host + it, mask=listed, other=0, volatile=True), mask=listed)
     tl.store(plan_here + at, tl.load(plan + at, mask=inside, other=0, volatile=True), mask=inside)
 
 

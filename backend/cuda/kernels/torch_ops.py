@@ -175,13 +175,17 @@ class TorchOps(Ops):
         words.copy_((int(current[0]) & TAG) << 16 | (ids.reshape(-1) & 0xFFFF))
 
     def take_plan(  # noqa: D102
-        self, current: Tensor, ready: Tensor | None, host: tuple[Tensor, Tensor | None], here: tuple[Tensor, Tensor]
+        self,
+        current: Tensor,
+        ready: Tensor | None,
+        plan: tuple[Tensor, Tensor],
+        listed: tuple[Tensor, Tensor] | None = None,
+        on_host: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         while ready is not None and int(ready) != int(current[0]):
             time.sleep(1e-5)
-        here[0][: len(host[0])] = host[0]
-        if host[1] is not None:
-            here[1][: len(host[1])] = host[1]
+        for there, here in filter(None, (plan, listed, on_host)):
+            here[: len(there)] = there
 
     def plan_resident(self, ids: Tensor, addresses: Tensor, layer: int, plan: Tensor, listed: Tensor) -> None:  # noqa: D102
         flat, at = ids.reshape(-1).tolist(), 0

@@ -23,6 +23,10 @@ from foreload.errors import UsageError
 BUILD: dict[str, Any] = {"enable_fp_fusion": True}
 ROWS, COLS = 4, 1024
 """A program of a matrix-vector kernel: rows, and columns it reads at once."""
+GATE_UP, DOWN = {"ROWS": 2, "num_warps": 1}, {"ROWS": 4, "num_warps": 2}
+UP_COLS, DOWN_COLS = 2048, 256
+"""The same of experts of 16 or 32 bit numbers: on an H200 6 and 10 % faster (8 experts of 2048 x 768, bf16)."""
+PACKED = {"ROWS": ROWS, "num_warps": 4}
 TILE_ROWS, STAGES = 64, 3
 """A program of prompt chunks: rows of weights, and blocks of columns that are loaded ahead."""
 
@@ -31,8 +35,8 @@ def _tiles(count: int, size: int) -> int:
     return -(-count // size)
 
 
-def _cols(width: int) -> int:
-    return min(COLS, max(16, power_of_two(width)))
+def _cols(width: int, most: int = COLS) -> int:
+    return min(most, max(16, power_of_two(width)))
 
 
 def _gate_up(layout: BlockLayout) -> dict[str, Any]:
@@ -275,19 +279,23 @@ class TritonOps(Ops):
         )
 
     def take_plan(  # noqa: D102
-        self, current: Tensor, ready: Tensor | None, host: tuple[Tensor, Tensor | None], here: tuple[Tensor, Tensor]
+        self,
+        current: Tensor,
+        ready: Tensor | None,
+        plan: tuple[Tensor, Tensor],
+        listed: tuple[Tensor, Tensor] | None = None,
+        on_host: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        plan, listed = host
-        items = 0 if listed is None else listed.numel()
+        words, items = plan[0].numel(), 0 if listed is None else listed[0].numel()
+        moved = [plan, listed or plan, on_host or listed or plan]
         route.take_plan[(1,)](
             current,
             current if ready is None else ready,
-            plan,
-            plan if listed is None else listed,
-            *here,
-            WORDS=plan.numel(),
+            *(there for there, _ in moved),
+            *(here for _, here in moved),
+            WORDS=words,
             ITEMS=items,
-            WORDS_UP=power_of_two(plan.numel()),
+            WORDS_UP=power_of_two(words),
             ITEMS_UP=power_of_two(max(1, items)),
             WAIT=ready is not None,
             FENCE=self._fence,
@@ -311,12 +319,12 @@ class TritonOps(Ops):
 
     def experts(self, layout: BlockLayout, k: int, x: Tensor, buffers: ExpertBuffers) -> None:  # noqa: D102
         check_layout(layout)
-        groups = len(buffers.plan)
-        build = {"ROWS": ROWS, "ALIGN": 16 if layout.aligned else 1, "FORMAT": layout.format, "ENTRY": ENTRY, **BUILD}
+        groups, wide = len(buffers.plan), layout.format in ("bfloat16", "float32")
+        gate_up, down = (GATE_UP, DOWN) if wide else (PACKED, PACKED)
+        build = {"ALIGN": 16 if layout.aligned else 1, "FORMAT": layout.format, "ENTRY": ENTRY, **BUILD}
         build["BIAS_BYTES"] = layout.bias_bytes
         build["TILE"] = layout.tile
-        gate, up, last = layout.gate, layout.up, layout.down
-        experts.gate_up[(groups, _tiles(layout.width, ROWS))](
+        experts.gate_up[(groups, _tiles(layout.width, gate_up["ROWS"]))](
             buffers.plan,
             buffers.listed,
             x,
@@ -324,35 +332,21 @@ class TritonOps(Ops):
             K=k,
             HIDDEN=layout.hidden,
             WIDTH=layout.width,
-            COLS=_cols(layout.hidden),
-            ACTIVATION=layout.activation,
-            ALPHA=layout.alpha,
-            LIMIT=layout.limit,
-            GATE=gate.at,
-            UP=up.at,
-            STRIDE=gate.stride,
-            GATE_SCALES=gate.scales,
-            UP_SCALES=up.scales,
-            SCALE_STRIDE=gate.scale_stride,
-            GATE_BIAS=gate.bias,
-            UP_BIAS=up.bias,
-            BIAS_STRIDE=gate.bias_stride,
+            COLS=_cols(layout.hidden, UP_COLS if wide else COLS),
+            **_gate_up(layout),
+            **gate_up,
             **build,
         )
-        experts.down[(groups, _tiles(layout.hidden, ROWS))](
+        experts.down[(groups, _tiles(layout.hidden, down["ROWS"]))](
             buffers.plan,
             buffers.listed,
             buffers.mid,
             buffers.out,
             HIDDEN=layout.hidden,
             WIDTH=layout.width,
-            COLS=_cols(layout.width),
-            DOWN=last.at,
-            STRIDE=last.stride,
-            SCALES=last.scales,
-            SCALE_STRIDE=last.scale_stride,
-            BIAS=last.bias,
-            BIAS_STRIDE=last.bias_stride,
+            COLS=_cols(layout.width, DOWN_COLS if wide else COLS),
+            **_down(layout),
+            **down,
             **build,
         )
 

@@ -63,7 +63,7 @@ top = {"EXPERTS": 128, "EXPERTS_UP": 128, "K": 8, "K_UP": 8, "NORMALISE": True, 
 build("top_k", route.top_k, "flfii", 1, **top)
 build("replay_routes", route.replay_routes, "isflfi", 1, LAYER=3, LAYERS=48, K=8, K_UP=8, TELL=True)
 taken = {"WORDS": 36, "WORDS_UP": 64, "ITEMS": 9, "ITEMS_UP": 16, "WAIT": True, "FENCE": True}
-build("take_plan", route.take_plan, "iillll", 1, **taken)
+build("take_plan", route.take_plan, "iillllll", 1, **taken)
 guess = {"TABLE_ROWS": 1000, "FIRST": 3, "LAYERS": 48, "STORED": 16, "WIDTH": 8, "WIDTH_UP": 8}
 build("replay_predictions", route.replay_predictions, "isl", 1, **guess)
 told = {"IDS": 8, "IDS_UP": 8, "COLS": 1024, "FENCE": True}

@@ -191,16 +191,18 @@ def test_a_plan_is_taken_once_it_is_ready(ops: Ops) -> None:
     """Only what is planned changes; without `ready` nothing is waited for, and without items none are taken."""
     device = torch.device("cpu") if ops is REFERENCE else DEVICE
     number, plan, listed = current(0).to(device), torch.arange(12).view(3, 4) + 5, torch.tensor([2, 0, 1])
-    host = [host_tensor(tuple(t.shape), t.dtype, device).copy_(t) for t in (plan, listed)]
-    here = torch.full((4, 4), -1, device=device), torch.full((5,), -1, device=device)
+    on_host = torch.tensor([0, 1, 1])
+    host = [host_tensor(tuple(t.shape), t.dtype, device).copy_(t) for t in (plan, listed, on_host)]
+    here = [torch.full(size, -1, device=device) for size in ((4, 4), (5,), (5,))]
     ready = host_tensor((1,), torch.int32, device)
     ready[0] = int(number[0])
-    ops.take_plan(number, ready, (host[0], host[1]), (here[0], here[1]))
+    ops.take_plan(number, ready, *zip(host, here, strict=True))
     assert here[0].tolist() == [*plan.tolist(), [-1] * 4]
     assert here[1].tolist() == [2, 0, 1, -1, -1]
+    assert here[2].tolist() == [0, 1, 1, -1, -1]
     host[0][0] = 77
     ready[0] = 0
-    ops.take_plan(number, None, (host[0][:1], None), (here[0], here[1]))
+    ops.take_plan(number, None, (host[0][:1], here[0]))
     assert here[0].tolist() == [[77] * 4, *plan[1:].tolist(), [-1] * 4]
     assert here[1].tolist() == [2, 0, 1, -1, -1]
 
