@@ -174,7 +174,7 @@ class Ops(ABC):
         """From host memory, each (there, here): a plan int64 [groups, ENTRY] and, if given, int64 [items] each, the
         items it lists and whether each is the host's.
 
-        With `ready` int32 [1], in host memory too, once it is the step's number.
+        With `ready` int32 [1], in host memory too, once it is the step's number, or a later one's.
         """
 
     @abstractmethod

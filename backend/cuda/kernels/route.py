@@ -156,20 +156,21 @@ def take_plan(
 ) -> None:
     """One program: a plan int64 [WORDS] and, of ITEMS items, the list and whether each is `on_host` move to the device.
 
-    Many programs read them there. WAIT: once the host's word `ready` [1] is the step's number.
+    Many programs read them there. WAIT: once the host's word `ready` [1] is the step's number, or
+    a later one's.
     """
     at, it = tl.arange(0, WORDS_UP), tl.arange(0, ITEMS_UP)
     inside, listed = at < WORDS, it < ITEMS
     if WAIT:
         number = tl.load(current)
         seen = tl.load(ready, volatile=True)
-        while seen != number:
+        while seen < number:
             seen = tl.load(ready, volatile=True)
         if FENCE:  # what is loaded below depends on what comes out of the fence
             seen = tl.inline_asm_elementwise(
                 "fence.acq_rel.sys; mov.b32 $0, $1;", "=r,r", [seen], dtype=tl.int32, is_pure=False, pack=1
             )
-        inside, listed = inside & (seen + 0 * at == number), listed & (seen + 0 * it == number)
+        inside, listed = inside & (seen + 0 * at >= number), listed & (seen + 0 * it >= number)
     tl.store(items_here + it, tl.load(items + it, mask=listed, other=0, volatile=True), mask=listed)
     tl.store(on_host_here + it, tl.load(on_host + it, mask=listed, other=0, volatile=True), mask=listed)
     tl.store(plan_here + at, tl.load(plan + at, mask=inside, other=0, volatile=True), mask=inside)

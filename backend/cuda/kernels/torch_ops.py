@@ -182,7 +182,7 @@ class TorchOps(Ops):
         listed: tuple[Tensor, Tensor] | None = None,
         on_host: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        while ready is not None and int(ready) != int(current[0]):
+        while ready is not None and int(ready) < int(current[0]):
             time.sleep(1e-5)
         for there, here in filter(None, (plan, listed, on_host)):
             here[: len(there)] = there
