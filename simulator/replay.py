@@ -30,7 +30,7 @@ from foreload.backend.policy.state import (
     WARM,
     PolicyState,
 )
-from foreload.compiled import drop_stale_caches, uncounted
+from foreload.compiled import drop_stale_caches, inlined, uncounted
 from foreload.settings import Settings
 from foreload.shape import ModelShape
 from foreload.simulator.workload import Request
@@ -103,7 +103,7 @@ def replay(
     return Outcomes(sum(len(r.emitted) for r in requests), brain.counters.copy(), histogram)
 
 
-@uncounted
+@inlined
 def _land(state: PolicyState, phase: int) -> None:
     """Issue and complete everything that is queued."""
     key = copies.next_copy(state, phase)
@@ -140,7 +140,7 @@ def _prompt(state: PolicyState, rules: Rules, counts: NDArray[np.int32], target:
                 prompt.prefill_done(state, rules, layer, expert, target)
 
 
-@uncounted
+@inlined
 def _prefetched(state: PolicyState, layer: int, expert: int) -> bool:
     """Whether a prefetch of the expert has landed that nothing has used yet."""
     purpose = state.purpose[layer, expert]

@@ -83,7 +83,7 @@ def _rank(state: PolicyState, layer: int, purpose: int) -> int:
     return int((purpose << 60) + state.scalars[SEQUENCE])
 
 
-@uncounted
+@inlined
 def enqueue(state: PolicyState, layer: int, expert: int, purpose: int) -> bool:
     """Queue a copy of an absent expert into a free slot; False if there is none. AHEAD takes a persistent slot."""
     if state.scalars[N_FREE] == 0:
@@ -134,7 +134,7 @@ def promote(state: PolicyState, layer: int, expert: int) -> None:
     state.rank[_position(state, layer, expert)] = _rank(state, layer, DEMAND)
 
 
-@uncounted
+@inlined
 def next_copy(state: PolicyState, phase: int) -> int:
     """Key of the copy to issue now (it is in flight afterwards), or -1 if the window is full or nothing waits."""
     if state.scalars[N_QUEUED] == 0 or state.scalars[N_IN_FLIGHT] >= WINDOW:
@@ -174,7 +174,7 @@ def keep(state: PolicyState, layer: int, expert: int, victim: int) -> None:
     state.status[layer, expert] = KEPT
 
 
-@uncounted
+@inlined
 def keep_or_release(state: PolicyState, rules: Rules, layer: int, expert: int) -> None:
     """Keep a landed expert if a slot is unfilled or the eviction order prefers it to a resident; else drop it."""
     if has_room(state, rules, layer):
@@ -188,7 +188,7 @@ def keep_or_release(state: PolicyState, rules: Rules, layer: int, expert: int) -
         release(state, layer, expert)
 
 
-@uncounted
+@inlined
 def commit_uploads(state: PolicyState, rules: Rules, layer: int) -> None:
     """Background uploads that have landed join the residents of `layer` before its demand is looked up."""
     for expert in range(state.status.shape[1]):
@@ -218,7 +218,7 @@ def drop_prefetch(state: PolicyState, layer: int, expert: int) -> None:
         give_place(state, layer)
 
 
-@uncounted
+@inlined
 def drop_unused(state: PolicyState, layer: int) -> None:
     """Drop the prefetches of `layer` that its demand did not use."""
     for expert in range(state.status.shape[1]):

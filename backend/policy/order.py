@@ -107,7 +107,7 @@ def prefers(state: PolicyState, rules: Rules, layer_a: int, a: int, layer_b: int
     return a < b
 
 
-@uncounted
+@inlined
 def worst_of_layer(state: PolicyState, rules: Rules, layer: int) -> int:
     """The resident of `layer` that goes first, or -1. Found again only after something in the layer has changed."""
     if state.worst[layer] == WORST_UNKNOWN:
@@ -121,7 +121,7 @@ def worst_of_layer(state: PolicyState, rules: Rules, layer: int) -> int:
     return int(state.worst[layer])
 
 
-@uncounted
+@inlined
 def worst_kept(state: PolicyState, rules: Rules, layer: int, frozen: int = -1) -> int:
     """Key of the resident that makes room for an expert of `layer`, or -1; none of layer `frozen` does."""
     experts = state.status.shape[1]

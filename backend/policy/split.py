@@ -21,7 +21,7 @@ from foreload.backend.policy.rules import (
     Rules,
 )
 from foreload.backend.policy.state import PolicyState
-from foreload.compiled import uncounted
+from foreload.compiled import inlined, uncounted
 
 
 class SplitCosts(NamedTuple):
@@ -140,7 +140,7 @@ def fetch_level(
     return best
 
 
-@uncounted
+@inlined
 def in_order(
     state: PolicyState, layer: int, experts: NDArray[np.int32], counts: NDArray[np.int32], missing: NDArray[np.int32]
 ) -> None:

@@ -82,7 +82,7 @@ def _look_up(state: PolicyState, layer: int, expert: int) -> int:
     return ACT_HIT if status == LANDED else ACT_LATE
 
 
-@uncounted
+@inlined
 def _fetch(
     state: PolicyState,
     rules: Rules,
