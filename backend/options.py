@@ -10,7 +10,7 @@ import psutil
 import torch
 
 from foreload.backend.cuda.buffers import DeviceMemory
-from foreload.backend.experts.batch import chunk_bytes
+from foreload.budget import chunk_bytes
 from foreload.errors import UsageError
 from foreload.settings import Settings
 from foreload.shape import ModelShape
@@ -54,7 +54,8 @@ def working_bytes(options: EngineOptions, shape: ModelShape, settings: Settings)
     if options.device != "cuda":
         return 0
     dtype = getattr(torch, options.resolved_dtype)
-    found = chunk_bytes(shape, dtype, min(settings.prefill_chunk_tokens, options.context_tokens))
+    chunk, context = settings.prefill_chunk_tokens, options.context_tokens
+    found = chunk_bytes(shape, options.resolved_dtype, chunk, context, not options.eager)
     if not options.eager:
         found += DeviceMemory.bytes(shape, settings.draft.gamma + 1, options.context_tokens, dtype)
     return found

@@ -37,6 +37,34 @@ def working_bytes(shape: ModelShape, dtype: str, context_tokens: int) -> int:
     return (2 * context_tokens * rotated + shape.layers * copies * shape.head_dim) * BYTES_PER_WEIGHT[dtype]
 
 
+AT_ONCE = 1024
+"""Tokens of a prompt whose outputs torch operators sum at a time, so that fp32 copies of them take little memory."""
+SCORE_NUMBERS = 1 << 24
+"""Attention scores held at a time where an operator without scores does not serve."""
+SCORE_BYTES = 16
+"""Of each: in the activations' type, in fp32, masked, and as weights."""
+
+
+def chunk_bytes(shape: ModelShape, dtype: str, chunk_tokens: int, context_tokens: int, grouped: bool) -> int:
+    """Device bytes, on a GPU, that a prompt chunk takes for a while beside its keys and values.
+
+    In a layer's attention or, if that is more, with its experts: `grouped` ones keep outputs and inner activations,
+    others sorted inputs, outputs twice, and fp32 sums.
+    """
+    tokens = min(chunk_tokens, context_tokens)
+    size, items, latent = BYTES_PER_WEIGHT[dtype], tokens * shape.top_k, shape.latent
+    mixed = shape.heads * (latent.row + latent.rank) if latent else (shape.heads + shape.kv_heads) * shape.head_dim
+    attention = 2 * size * tokens * (shape.hidden + 3 * mixed)
+    if latent or any(shape.windows) or dtype == "float32":
+        attention += SCORE_BYTES * min(SCORE_NUMBERS, shape.heads * tokens * context_tokens)
+    experts = 4 * size * tokens * shape.hidden + 40 * items  # the items sorted by expert, in whole numbers
+    if grouped:
+        experts += size * items * (shape.hidden + shape.expert_width)
+    else:
+        experts += 3 * size * items * shape.hidden + 8 * min(tokens, AT_ONCE) * shape.top_k * shape.hidden
+    return max(attention, experts)
+
+
 def slot_budget(
     shape: ModelShape,
     dtype: str,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from foreload.budget import working_bytes
+from foreload.budget import chunk_bytes, working_bytes
 from foreload.errors import BudgetError, UsageError
 from foreload.formats import layer_bytes, layer_formats, slot_bytes
 from foreload.settings import Settings, staging_slots
@@ -148,6 +148,7 @@ def make_plan(
     name, expert, experts = _format(inventory, settings, ram_bytes)
     shape = inventory.shape
     kv, working = shape.kv_bytes("bfloat16", context_tokens), working_bytes(shape, "bfloat16", context_tokens)
+    working += chunk_bytes(shape, "bfloat16", settings.prefill_chunk_tokens, context_tokens, grouped=True)
     staging = staging_slots(settings, shape)
     fixed = inventory.dense_bytes + kv + working + settings.headroom_bytes
     slots = None if vram_bytes is None else _slots(fixed, staging, expert, vram_bytes, shape)

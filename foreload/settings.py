@@ -116,7 +116,7 @@ class Settings(BaseModel):
     cpu_threads: Annotated[int, Field(ge=1, le=256)] = 1
     draft: Draft = Draft()
     expert_format: ExpertFormat | tuple[ExpertFormat, ...] | None = None
-    prefill_chunk_tokens: Annotated[int, Field(ge=1)] = 256
+    prefill_chunk_tokens: Annotated[int, Field(ge=1)] = 4096  # each chunk copies nearly all experts that are not there
     headroom_bytes: Annotated[int, Field(ge=0)] = 0
 
     @model_validator(mode="after")

@@ -15,10 +15,7 @@ from torch import Tensor
 
 from foreload.backend.experts.blocks import ExpertViews, run_expert
 from foreload.backend.policy.window import Demand
-from foreload.shape import ModelShape
-
-AT_ONCE = 1024
-"""Tokens whose outputs are summed at a time, so that fp32 copies of them take little memory."""
+from foreload.budget import AT_ONCE
 
 
 class Batch:
@@ -134,9 +131,3 @@ def weighted_sum(outputs: Tensor, weights: Tensor, shared: Tensor | None) -> Ten
     parts = zip(weights.split(AT_ONCE), outputs.split(AT_ONCE), strict=True)
     out = torch.cat([(part[..., None] * of_part.float()).sum(1) for part, of_part in parts])
     return (out if shared is None else out + shared).to(outputs.dtype)
-
-
-def chunk_bytes(shape: ModelShape, dtype: torch.dtype, tokens: int) -> int:
-    """Device bytes that a prompt chunk of so many tokens takes for a while beside its keys and values."""
-    sorted_rows = 3 * dtype.itemsize * tokens * shape.top_k * shape.hidden
-    return sorted_rows + 8 * min(tokens, AT_ONCE) * shape.top_k * shape.hidden

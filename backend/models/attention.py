@@ -12,10 +12,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from foreload.budget import SCORE_NUMBERS
 from foreload.shape import Latent, ModelShape
 
-SCORE_NUMBERS = 1 << 24
-"""Attention scores held at a time where they are worked out here."""
 WINDOW_ROWS = 256
 """Positions of a shorter window that are worked out at a time, over the keys that any of them sees."""
 LATENT_EPS = 1e-6
@@ -183,7 +182,7 @@ class GroupedAttention(Attention):
             if self.sinks is not None:  # a sink takes its share of the sum
                 out = out * torch.sigmoid(log_sum - self.sinks.float()[:, None])[..., None].to(out.dtype)
             return out.transpose(0, 1)
-        if self.sinks is not None:
+        if self.sinks is not None or (n > 1 and q.is_cuda):
             return masked_attention(q, keys, values, 0, position, 0, self.shape.score_scale, self.sinks)
         mask = None
         if n > 1 and position > 0:

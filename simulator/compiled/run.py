@@ -88,13 +88,15 @@ class _Run:
         most = max((request.demand.shape[2] for request in requests), default=shape.top_k)
         tokens = fed * shape.top_k if fed > 1 else 0
         self.rates = rates(costs, settings, most, tokens)
-        self.blocks = blocks(costs, settings, most, tokens, fed, sampled)
+        longest = max((len(request.prompt) for request in requests), default=0)
+        self.chunk_tokens = max(1, min(settings.prefill_chunk_tokens, longest))
+        self.blocks = blocks(costs, settings, most, tokens, fed, sampled, self.chunk_tokens)
         self.machine: Machine = new_machine(
             layers=shape.n_moe_layers,
             experts=shape.experts,
             most=most,
             tokens=tokens,
-            chunk_tokens=settings.prefill_chunk_tokens,
+            chunk_tokens=self.chunk_tokens,
             longest_us=self.blocks.cold.shape[1] - 1,
             asynchronous=costs.asynchronous,
             formats=len(self.rates.cpu_ns),
@@ -130,8 +132,8 @@ class _Run:
         brain.start_request()
         host.drain_link(m, self.rates, brain.state)
         m.at[PHASE] = PREFILL
-        chunk = self.settings.prefill_chunk_tokens
-        prompts.prefill(m, self.rates, self.blocks, brain.state, brain.rules, chunk, request.prompt)
+        of_prompt = (m, self.rates, self.blocks, brain.state, brain.rules)
+        prompts.prefill(*of_prompt, self.chunk_tokens, request.prompt)
         m.at[PHASE] = m.at[ROW] = DECODE
         self.ttft_ns.append(self._checked() - begun)
         depth, step_ns = self.settings.prefetch_depth, np.zeros(len(request.fed), np.int64)

@@ -58,9 +58,9 @@ def rates(costs: CostModel, settings: Settings, most: int, tokens: int) -> Rates
     )
 
 
-def blocks(costs: CostModel, settings: Settings, most: int, tokens: int, fed: int, sampled: bool) -> Blocks:
-    """Everything that runs on host and GPU; arguments as for `rates`, and up to `fed` tokens in a step."""
-    chunk, threads = settings.prefill_chunk_tokens, settings.cpu_threads if settings.miss_action != "fetch" else 0
+def blocks(costs: CostModel, settings: Settings, most: int, tokens: int, fed: int, sampled: bool, chunk: int) -> Blocks:
+    """Everything that runs on host and GPU; as for `rates`, up to `fed` tokens in a step and `chunk` of a prompt."""
+    threads = settings.cpu_threads if settings.miss_action != "fetch" else 0
     draft, depth = settings.draft.kind, settings.prefetch_depth
 
     def ahead(n: int) -> NDArray[np.int64]:

@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from foreload.backend.cuda.buffers import DeviceMemory
-from foreload.backend.experts.batch import AT_ONCE, PlainChunk, chunk_bytes, weighted_sum
+from foreload.backend.experts.batch import PlainChunk, weighted_sum
 from foreload.backend.experts.blocks import ExpertViews
 from foreload.backend.options import working_bytes
+from foreload.budget import AT_ONCE, chunk_bytes
 from foreload.settings import Draft, Settings
 from foreload.traces.synthetic import shape_of
 
@@ -41,13 +42,14 @@ def test_budget_knows_prompts_and_graphs() -> None:
     plain = Settings(prefill_chunk_tokens=64)
     assert working_bytes(options(device="cpu"), SHAPE, plain) == 0
     eager = working_bytes(options(eager=True), SHAPE, plain)
-    assert eager == chunk_bytes(SHAPE, torch.bfloat16, 64)
+    assert eager == chunk_bytes(SHAPE, "bfloat16", 64, 300, grouped=False)
     graphs = working_bytes(options(), SHAPE, plain)
-    assert graphs == eager + DeviceMemory.bytes(SHAPE, 1, 300, torch.bfloat16)
+    chunk = chunk_bytes(SHAPE, "bfloat16", 64, 300, grouped=True)
+    assert graphs == chunk + DeviceMemory.bytes(SHAPE, 1, 300, torch.bfloat16)
     drafted = plain.changed(draft=Draft(kind="ngram", gamma=4))
-    assert working_bytes(options(), SHAPE, drafted) == eager + DeviceMemory.bytes(SHAPE, 5, 300, torch.bfloat16)
+    assert working_bytes(options(), SHAPE, drafted) == chunk + DeviceMemory.bytes(SHAPE, 5, 300, torch.bfloat16)
     assert working_bytes(options(eager=True), SHAPE, Settings(prefill_chunk_tokens=4096)) == chunk_bytes(
-        SHAPE, torch.bfloat16, 300
+        SHAPE, "bfloat16", 300, 300, grouped=False
     )
 
 
