@@ -113,6 +113,7 @@ class FastForward(Forward):
         self._resident_at: NDArray[np.int32] | None = None  # slots that the device's table of addresses shows
         self._stopwatch: CapturedStopwatch | None = None
         self._chunk_plans = ChunkPlans(self.decoder.device)
+        self._chunks_compiled = False
 
     @property
     def ops(self) -> Ops:
@@ -125,6 +126,19 @@ class FastForward(Forward):
         """Capture what steps of so many rows launch under the present settings."""
         for n in sorted(rows, reverse=True):
             self._layers(self._program(n), 0, 0)  # none: what is compiled is compiled now
+        if not self._chunks_compiled:
+            self._compile_chunks()
+
+    def _compile_chunks(self) -> None:
+        """Run a chunk of one token through whatever a slot holds, in every layout, so that no prompt waits for it."""
+        shape, device, layouts = self._shape, self.decoder.device, list(self._parts.layouts)
+        h = torch.zeros(1, shape.hidden, dtype=self._dtype, device=device)
+        ids = torch.zeros(1, shape.top_k, dtype=torch.int64, device=device)
+        for layout in dict.fromkeys(layouts):
+            chunk = self.chunk(layouts.index(layout), h, ids)
+            chunk.run([0], [0])
+            chunk.add_to(h, torch.ones(1, shape.top_k, device=device), None)
+        self._chunks_compiled = True
 
     def _behaviour(self) -> Behaviour:
         ahead, cpu = self.look_ahead, self._cpu.threads > 0

@@ -85,6 +85,7 @@ def test_context_prefetching_and_drafts_take_slots() -> None:
     deep = {"predictor": "gate", "prefetch_depth": 2, "prefetch_width": 64}
     assert slots(**deep) < slots()
     assert slots(draft={"kind": "ngram", "gamma": 8}) < slots()
+    assert slots(prefill_chunk_tokens=64) > slots()
 
 
 @pytest.mark.unit

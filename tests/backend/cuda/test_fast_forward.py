@@ -14,6 +14,8 @@ from played import accelerate
 from test_random_weights import BY_NAME, SMALL
 from tiny_models import CONTEXT
 
+from foreload.backend.cuda.kernels.layout import BlockLayout
+from foreload.backend.cuda.kernels.torch_ops import TorchOps
 from foreload.backend.engine import Engine, EngineOptions
 from foreload.backend.models.checkpoint import Checkpoint
 from foreload.backend.policy import Counter
@@ -130,6 +132,26 @@ def test_experts_on_the_cpu(make_engine: MakeEngine, fast: MakeEngine, action: A
     for one, other in zip(close, logits, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
     assert engine.brain.counters[DECODE, :, Counter.ON_CPU].sum() > 0
+
+
+@pytest.mark.integration
+def test_prompts_find_their_kernels_ready(fast: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every layout has run before the first prompt, which then runs its residents together."""
+    ran: list[tuple[str, int]] = []
+    original = TorchOps.chunk_experts
+
+    def spy(ops: TorchOps, layout: BlockLayout, k: int, x: torch.Tensor, plan: torch.Tensor, *rest: Any) -> None:
+        ran.append((layout.format, len(plan)))
+        original(ops, layout, k, x, plan, *rest)
+
+    monkeypatch.setattr(TorchOps, "chunk_experts", spy)
+    engine = fast(Settings(cache_ratio=1.0, expert_format=("fp8", "bf16", "fp8")))
+    assert sorted(ran) == [("bfloat16", 1), ("fp8", 1)]
+    engine.generate(PROMPT, 1, stop=False)
+    ran.clear()
+    engine.generate(PROMPT, 1, stop=False)
+    assert [format_ for format_, _ in ran] == ["fp8", "bfloat16", "fp8"]
+    assert all(tiles > 1 for _, tiles in ran)
 
 
 @pytest.mark.integration
