@@ -70,7 +70,18 @@ SIMULATED = {"tuned", "union", "spac", "whatif"}
 def kernels(given: argparse.Namespace, left_s: float) -> dict[str, Any]:
     """The kernel tests; on a GPU they run compiled."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "tests/backend/cuda", "-p", "no:cacheprovider", "-m", "unit", "-x"],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "tests/backend/cuda",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "unit or gpu",
+            "-x",
+        ],
         capture_output=True,
         text=True,
         check=False,

@@ -1,4 +1,7 @@
-"""Expert kernels of prompt chunks against torch; an item's bits depend neither on its company nor on its place."""
+"""Expert kernels of prompt chunks against torch; an item's bits depend neither on its company nor on its place.
+
+On a GPU also the operator that attends without a mask.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from torch import Tensor
 from foreload.backend.cuda.kernels.layout import ENTRY, FORMATS, BlockLayout
 from foreload.backend.cuda.kernels.ops import TOKENS, tile_columns
 from foreload.backend.cuda.kernels.torch_ops import TorchOps
+from foreload.backend.models import attention
 
 pytest.importorskip("triton")
 from foreload.backend.cuda.kernels.triton_ops import TritonOps
@@ -124,3 +128,18 @@ def test_weigh(dtype: torch.dtype, generator: torch.Generator) -> None:
     torch.testing.assert_close(found.cpu(), expected)
     plain = r + (weights.view(-1)[:, None] * out).view(3, 2, 40).sum(1)
     torch.testing.assert_close(expected.float(), plain.float(), atol=0.05, rtol=0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keys", [64, 200])
+def test_flash_attention_aligns_to_the_lower_right(keys: int) -> None:
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (
+        torch.randn(heads, n, 64, generator=generator).bfloat16().cuda() for heads, n in ((4, 64), (2, keys), (2, keys))
+    )
+    assert attention.can_flash(q)
+    found, log_sum = attention.flash_attention(q, k, v, 0.125)
+    expected = attention.masked_attention(q, k, v, 0, keys - 64, 0, 0.125, None).transpose(0, 1)
+    torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+    last = (q[:, -1:].float() @ k.float().repeat_interleave(2, 0).transpose(1, 2) * 0.125).logsumexp(-1)
+    torch.testing.assert_close(log_sum[:, -1:], last, atol=1e-2, rtol=1e-2)
