@@ -4,9 +4,9 @@
         [--chunks 4096,1024] [--format mxfp4]
 
 A prompt of random tokens without a cache, in chunks of so many tokens: its floor is the longer of the bytes its chunks
-copy at the link's measured rate and its own compute, the same prompt with every expert resident. Then a recording is
-replayed behind such a prompt, which fills a cache of a quarter of the experts: 64 tokens from the 64th on, beside the
-64 after those. Writes DIR/prefill.json after every part.
+copy at the link's measured rate and its own compute, the same prompt with every expert resident; `link_busy_ms` is how
+long copies were under way. Then a recording is replayed behind such a prompt, which fills a cache of a quarter of the
+experts: 64 tokens from the 64th on, beside the 64 after those. Writes DIR/prefill.json after every part.
 """
 
 from __future__ import annotations
@@ -97,8 +97,20 @@ class Prompts:
             self._longest_s = max(self._longest_s, time.monotonic() - begun)
         return found
 
+    def _link_busy_ms(self) -> float:
+        """Of one more such prompt: how long a copy was on the link, as its thread saw them land one after the other."""
+        engine = self._engine
+        engine.reset_cache()
+        engine.copies.spans = []
+        engine.generate(self._prompt, 1, stop=False)
+        spans, engine.copies.spans = engine.copies.spans, None
+        busy = last = 0
+        for span in sorted(spans, key=lambda span: span.landed_ns):
+            busy, last = busy + span.landed_ns - max(last, span.issued_ns), span.landed_ns
+        return busy / 1e6
+
     def _one_chunk(self, chunk: int, rates: Rates) -> None:
-        if not self._time_for(f"prompt in chunks of {chunk}", 2 * (REPEATS + 1)):
+        if not self._time_for(f"prompt in chunks of {chunk}", 2 * REPEATS + 3):
             return
         engine = self._engine
         copied = self._ttft_ms(self._settings(cache_ratio=0.0, prefill_chunk_tokens=chunk))
@@ -106,11 +118,13 @@ class Prompts:
         size = engine.expert_bytes
         moved = float(counted[Counter.FETCHED] + counted[Counter.PREFETCHED]) * size
         link_ms = float(counted[Counter.MISSES]) * size / rates.link * 1e3
+        busy = self._link_busy_ms()
         own = self._ttft_ms(self._settings(cache_ratio=1.0, admission="none", prefill_chunk_tokens=chunk))
         least, ttft = max(link_ms, median(own[1:])), median(copied[1:])
         self.found["prompts"].append(
             {
                 "chunk": chunk, "ttft_ms": ttft, "floor_ms": least, "ratio": ttft / least, "link_ms": link_ms,
+                "link_busy_ms": busy,
                 "own_compute_ms": median(own[1:]), "copied_bytes": moved,
                 "wasted_bytes": float(counted[Counter.WASTED]) * size, "runs_ms": copied, "own_runs_ms": own,
                 "format": "/".join(sorted(set(engine.formats))),

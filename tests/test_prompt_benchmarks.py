@@ -30,6 +30,7 @@ def test_prompts_beside_their_floors(tmp_path: Path) -> None:
     assert once["copied_bytes"] < parts["copied_bytes"] <= 4 * 3 * 16 * SIZE
     for row in (once, parts):
         assert row["floor_ms"] == max(row["link_ms"], row["own_compute_ms"])
+        assert row["link_busy_ms"] > 0
         needed = row["copied_bytes"] - row["wasted_bytes"]
         assert row["link_ms"] == pytest.approx(needed / found["rates"]["link"] / 1e6)
     assert [len(row["step_us"]) for row in found["after"]] == [192, 192]
