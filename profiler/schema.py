@@ -54,6 +54,7 @@ and after_wait at other waits than measured, and these are other or more; the ot
     enter_cpu                                 what entering takes longer where the CPU may compute experts
     replayed                                  what it takes longer where routing comes from a recording
     experts_gpu     experts                   resident experts, from their plan on
+    prefill_expert  tokens                    device: its share of a launch of several; host: that launch
     plan            copies                    from being told until the device may run residents, without copies (0)
     issue                                     issuing one copy on the decoding thread
     late                                      launching one expert behind its copy
