@@ -28,7 +28,7 @@ from benchmarks.decode_rows import Rates, bars, drafts, measure_rates, overlap, 
 from benchmarks.decode_runs import MARKED, Cell, Kind, Routings, run_cell
 from foreload.backend.engine import Engine, EngineOptions
 from foreload.backend.models.checkpoint import Checkpoint
-from foreload.errors import ForeloadError
+from foreload.errors import ForeloadError, UsageError
 from foreload.files import write_json, write_text
 from foreload.machine import cores, machine_name, software
 from foreload.presets import preset_settings
@@ -60,7 +60,7 @@ class Wanted:
     contexts: tuple[int, ...] = (4096, 16384, 65536)
     ratios: tuple[float, ...] = (0.17, 0.25, 0.5)
     gammas: tuple[int, ...] = (2, 4, 8)
-    tuned: Mapping[str, Settings] = field(default_factory=dict)
+    tuned: Mapping[float, Settings] = field(default_factory=dict)  # by the ratio of the cache they are for
     steps: int = 24
     repeats: int = 3
     longest_prompt: int = 4096  # above it a cell's TTFT is left out
@@ -155,9 +155,10 @@ class Grid:
                     cell.warm = self._wanted.steps
                     cell.prompt = 0 if number else cell.prompt  # it does not depend on the routing replayed
                 found += cells
-            for name, settings in self._wanted.tuned.items():
-                found.append(self._cell("cached", name, "cached", routing, **_own_fields(settings)))
-                found[-1].warm = self._wanted.steps
+            for ratio, settings in () if number else self._wanted.tuned.items():
+                fields = {**_own_fields(settings), "prefill_chunk_tokens": self._wanted.longest_prompt}
+                found.insert(0, self._cell("cached", f"tuned {ratio:g}", "cached", routing, **fields))
+                found[0].warm, found[0].ratio = self._wanted.steps, ratio
         return found
 
     def _contexts(self) -> list[Cell]:
@@ -287,7 +288,20 @@ def markdown(found: dict[str, Any]) -> str:
 
 def on_engine(engine: Engine, routing: Mapping[str, Trace], until: float, out: Path) -> dict[str, Any]:
     """The rows on an open engine, the most important first, until a time on the monotonic clock."""
-    return Measurement(engine, routing, Wanted(out, until=until)).run()
+    return Measurement(
+        engine, routing, Wanted(out, tuned=tuned_of(sorted(out.glob("tuned-*.json"))), until=until)
+    ).run()
+
+
+def tuned_of(paths: Sequence[Path]) -> dict[float, Settings]:
+    """Tuned settings by the ratio of the cache they are for; UsageError for files of other names."""
+    found = {}
+    for path in paths:
+        try:
+            found[float(path.stem.removeprefix("tuned-"))] = Settings.load(path)
+        except ValueError:
+            raise UsageError(f"{path}: tuned settings are in files like tuned-0.25.json, for that ratio") from None
+    return found
 
 
 def numbers(text: str) -> tuple[float, ...]:
@@ -312,7 +326,9 @@ def arguments(args: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ratios", type=numbers, default=(0.17, 0.25, 0.5))
     parser.add_argument("--contexts", type=numbered, default=(CONTEXT,), help="the first is that of all other sections")
     parser.add_argument("--gammas", type=numbered, default=(2, 4, 8))
-    parser.add_argument("--settings", type=Path, action="append", default=[], help="tuned settings, beside the others")
+    parser.add_argument(
+        "--settings", type=Path, action="append", default=[], help="tuned-RATIO.json, beside the others"
+    )
     parser.add_argument("--link", type=float, help="bytes per second of an emulated link, on cpu")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=3)
@@ -344,7 +360,7 @@ def main(args: Sequence[str] | None = None, checkpoint: Checkpoint | None = None
         given.contexts[1:],
         given.ratios,
         given.gammas,
-        {path.stem: Settings.load(path) for path in given.settings},
+        tuned_of(given.settings),
         given.steps,
         given.repeats,
         max(given.contexts),

@@ -183,7 +183,9 @@ def _row(engine: Engine, cell: Cell, rates: Rates, resident_ms: float | None, gp
         "section": cell.section,
         "shape": engine.checkpoint.name,
         "format": "/".join(sorted(set(engine.formats))),
-        "cache_ratio": cell.settings.cache_ratio if cell.settings.cache_ratio is not None else _share(engine, cell),
+        "cache_ratio": next(
+            (r for r in (cell.ratio, cell.settings.cache_ratio) if r is not None), _share(engine, cell)
+        ),
         "settings": cell.settings.describe(),
         "name": cell.name,
         "kind": cell.kind,

@@ -66,6 +66,7 @@ class Cell:
     steps: int = 24
     rehearsed: bool = False  # run all its steps before them, so that what they route is in the cache
     prompt: int = 0  # tokens of the prompt whose TTFT is measured in the first repeat; 0: none
+    ratio: float | None = None  # of the cache, where the settings do not say it
     runs: list[Run] = field(default_factory=list)
 
     @property

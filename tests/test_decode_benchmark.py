@@ -39,7 +39,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     flags += ["--ratios", "0.25,0.5", "--gammas", "2", "--link", "1e9"]
     result = main(flags, Checkpoint.random("qwen3-30b-a3b", **SMALL))
     assert json.loads((out / "decode.json").read_text())["rows"] == result["rows"]
-    assert "| 0.50 | split, prefetch | synthetic | 16 |" in (out / "decode.md").read_text()
+    assert "| 0.50 | split, 2 ahead | synthetic | 16 |" in (out / "decode.md").read_text()
     return result
 
 
@@ -57,10 +57,13 @@ def row(found: dict[str, Any], section: str, name: str, **wanted: Any) -> dict[s
 def test_every_cell_has_run(found: dict[str, Any]) -> None:
     assert found["left_out"] == []
     names = {(r["section"], r["name"], r["cache_ratio"]) for r in found["rows"] if r["section"] != "contexts"}
-    cached = {"split", "split, lfru", "split, prefetch", "fetch"}
+    cached = {"split", "split, lfru", "split, fetched kept", "split, 2 ahead", "fetch"}
     assert names == (
         {("resident", "resident, one launch", 1.0), ("resident", "resident, a decision per layer", 1.0)}
-        | {("no cache", name, 0.0) for name in ("on_demand", "router_pf", "split", "cpu")}
+        | {
+            ("no cache", name, 0.0)
+            for name in ("on_demand", "router_pf", "split", "split, 2 ahead", "split, 3 ahead", "cpu")
+        }
         | {("cached", name, ratio) for name in cached for ratio in (0.25, 0.5)}
         | {("cached", "llama_cpp 0.25", 0.0), ("cached", "llama_cpp 0.5", 1 / 3)}
         | {("drafts", "no drafts", 0.5), ("drafts", "drafts, gamma 2", 0.5)}
