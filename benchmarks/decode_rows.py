@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -11,10 +12,14 @@ import numpy as np
 import torch
 
 from benchmarks.decode_runs import Cell, Run, as_dict
+from foreload.backend.cuda.forward import FastForward
 from foreload.backend.engine import Engine
 from foreload.backend.policy import Counter, SplitCosts
 from foreload.machine import cores
+from foreload.profiler import graph_cpu
 from foreload.profiler.bench import Bench
+from foreload.profiler.graph_bench import GraphBench
+from foreload.profiler.probes import QUICK
 from foreload.settings import slot_counts
 
 COPY_BYTES = 1 << 28
@@ -61,7 +66,7 @@ def measure_rates(engine: Engine) -> Rates:
         stage = bench.stage("fetch", threads)
         absent = stage.absent[: min(k, len(stage.absent))]
         layers = engine.shape.n_moe_layers
-        link = size * 1e6 / median(t for at in range(4) for t in bench.copy_times(at % layers, absent, []))
+        link = size * 1e6 / median(t for at in range(16) for t in bench.copy_times(at % layers, absent, []))
         engine.cpu.resize(threads)
         alone = {n: _cpu_ns(engine, bench, n, 1) for n in _counts(k)}
         more = _cpu_ns(engine, bench, k, 9)
@@ -77,8 +82,26 @@ def measure_rates(engine: Engine) -> Rates:
         engine.cpu.spans = None
         bench.close()
     token_ns = max(0, more - alone[k]) // (8 * k)
+    link_beside_us = median(copied)
+    if isinstance(engine.forward, FastForward):
+        alone, beside, link_beside_us = _in_steps(engine, threads)
     cpu = (size * k * 1e9 / found[k] for found in (alone, beside))
-    return Rates(link, next(cpu), size * 1e6 / median(copied), next(cpu), _device_rate(engine), beside, token_ns)
+    return Rates(link, next(cpu), size * 1e6 / link_beside_us, next(cpu), _device_rate(engine), beside, token_ns)
+
+
+def _in_steps(engine: Engine, threads: int) -> tuple[dict[int, int], dict[int, int], float]:
+    """Nanoseconds of n CPU experts in decode steps, without and with copies beside them, and microseconds of a copy."""
+    bench, found = GraphBench(engine), dict[tuple[str, int], float]()
+    try:
+        for one in chain(graph_cpu.alone(bench, QUICK, threads), graph_cpu.beside_copies(bench, QUICK, threads)):
+            found[one.probe, one.at.get("experts", 0)] = one.p50_us
+    finally:
+        bench.close()
+    alone, beside = (
+        {n: round(1e3 * us) for (name, n), us in found.items() if name == probe and n}
+        for probe in ("experts_cpu", "experts_cpu_beside_copy")
+    )
+    return alone, {**alone, **beside}, found["copy_beside_cpu", 0]
 
 
 def _counts(k: int) -> list[int]:

@@ -58,6 +58,10 @@ class LayerTimes:
     planned_ns: int = 0  # the host begins to launch
     copies: list[CopySpan] = field(default_factory=list)  # demanded here, in the order of landing
 
+    def until_us(self, after: LayerTimes) -> float:
+        """From knowing this layer's routing to knowing a later one's."""
+        return (after.told_ns - self.told_ns) / 1e3
+
 
 @dataclass
 class StepTimes:
@@ -73,10 +77,6 @@ class StepTimes:
         """From the launch of a layer's experts until the next layer has told (or the token is known)."""
         after = self.layers[layer + 1].told_ns if layer + 1 < len(self.layers) else self.done_ns
         return (after - self.layers[layer].planned_ns) / 1e3
-
-    def landed_us(self, layer: int) -> float:
-        """From the landing of a layer's last copy until the next layer has told."""
-        return (self.layers[layer + 1].told_ns - self.layers[layer].copies[-1].landed_ns) / 1e3
 
 
 def demand_at(experts: NDArray[np.int64], top_k: int) -> Demand:

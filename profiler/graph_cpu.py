@@ -25,24 +25,28 @@ def cpu_experts(bench: GraphBench, effort: Effort) -> Iterator[Measurement]:
     """All of it, for every number of threads."""
     bench.stage("cpu")
     for threads in thread_counts():
-        yield from _alone(bench, effort, threads)
-        yield from _beside_copies(bench, effort, threads)
+        yield from alone(bench, effort, threads)
+        yield from beside_copies(bench, effort, threads)
 
 
-def _alone(bench: GraphBench, effort: Effort, threads: int) -> Iterator[Measurement]:
-    """Layer-steps whose experts are all on the CPU, by how many; every third layer has none there."""
+def in_runs(layers: int, most: int, turn: int) -> list[int]:
+    """How many experts each layer has: 1 to `most`, layers of as many in a row, other ones every turn."""
+    return [(turn + layer * most // layers) % most + 1 for layer in range(layers)]
+
+
+def alone(bench: GraphBench, effort: Effort, threads: int) -> Iterator[Measurement]:
+    """Steps whose experts are all on the CPU, by how many: memory is as busy as it is in decode without a cache."""
     stage, k, layers = bench.stage("cpu", threads), bench.shape.top_k, bench.shape.n_moe_layers
     found: dict[int, list[LayerTimes]] = {count: [] for count in range(1, k + 1)}
     after: list[float] = []
     for turn in in_time(effort.rounds * k, effort.seconds * 2):
-        counts = [0 if layer % 3 == 2 else (turn + layer) % k + 1 for layer in range(layers)]
-        asked = [Asked.of(bench.pick(stage.absent, n, turn + at) or stage.resident[:k]) for at, n in enumerate(counts)]
+        counts = in_runs(layers, k, turn)
+        asked = [Asked.of(bench.pick(stage.absent, n, turn + at)) for at, n in enumerate(counts)]
         step = bench.step(asked)
         for layer, count in enumerate(counts if turn else []):
             times = step.layers[layer]
-            if count:
-                found[count].append(times)
-            if layer and counts[layer - 1]:
+            found[count].append(times)
+            if layer:
                 after.append(times.host["plan"] + times.host["finish"])
     for count, of_count in found.items():
         if of_count:
@@ -70,14 +74,14 @@ def _asleep(bench: GraphBench, effort: Effort, threads: int) -> Iterator[Measure
         yield summarise("cpu_asleep", later, threads=threads, idle_us=SPIN_US)
 
 
-def _beside_copies(bench: GraphBench, effort: Effort, threads: int) -> Iterator[Measurement]:
+def beside_copies(bench: GraphBench, effort: Effort, threads: int) -> Iterator[Measurement]:
     """CPU experts while prefetches that nothing uses keep the link busy; copies while the CPU is busy."""
     stage, layers = bench.stage("cpu", threads, depth=1), bench.shape.n_moe_layers
     half = len(stage.absent) // 2
     mine, others, most = stage.absent[:half], stage.absent[half:], min(bench.shape.top_k, half)
     found: dict[int, list[float]] = {count: [] for count in range(1, most + 1)}
     for turn in in_time(effort.rounds * most, effort.seconds * 2):
-        counts = [(turn + layer) % most + 1 for layer in range(layers)]
+        counts = in_runs(layers, most, turn)
         step = bench.step(
             [
                 Asked.of(bench.pick(mine, n, turn + at), bench.pick(others, most, turn + at))

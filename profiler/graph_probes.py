@@ -15,6 +15,7 @@ from statistics import median
 from foreload.backend.made_up import recording
 from foreload.backend.predict import CALIBRATED, PREDICTORS
 from foreload.backend.replay import Replay
+from foreload.profiler.bench import Stage
 from foreload.profiler.graph_bench import CONTEXT, Asked, GraphBench, LayerTimes, StepTimes
 from foreload.profiler.probes import Effort
 from foreload.profiler.schema import Measurement
@@ -28,6 +29,7 @@ class Basis:
 
     enter_us: float = 0.0  # E, at CONTEXT, nothing predicted
     latency_us: float = 0.0
+    turn_us: float = 0.0  # from deciding on k residents until the next layer has told
 
 
 def enter_us(
@@ -118,45 +120,54 @@ def _whole(bench: GraphBench, effort: Effort) -> Iterator[Measurement]:
 
 def variants(bench: GraphBench, effort: Effort, basis: Basis) -> Iterator[Measurement]:
     """What entering a layer takes longer where it predicts, executes predictions, serves the CPU or is replayed."""
-    layers = bench.shape.n_moe_layers
-    deepest = min(effort.depth, MAX_PREFETCH_DEPTH, layers - 1)
+    basis.turn_us = median(_turns_us(bench, effort, bench.stage("fetch")) or [0.0])
+    deepest = min(effort.depth, MAX_PREFETCH_DEPTH, bench.shape.n_moe_layers - 1)
     for depth in range(1, deepest + 1):
         yield from _predicting(bench, effort, basis, depth)
     if deepest:
-        bench.stage("fetch", depth=1, speculate=True)
-        _, each = enter_us(bench, effort, skip=1)
-        yield summarise_device("speculated", [0.0], each, context=CONTEXT)
-    bench.stage("cpu")
-    yield summarise_device("enter_cpu", [0.0], _beyond(bench, effort, basis.enter_us))
-    bench.stage("fetch")
+        stage = bench.stage("fetch", depth=1, speculate=True)
+        more = _beyond(bench, effort, basis, stage, skip=1)
+        yield summarise_device("speculated", [0.0], [basis.enter_us + us for us in more], context=CONTEXT)
+    stage = bench.stage("cpu")
+    yield summarise_device("enter_cpu", [0.0], _beyond(bench, effort, basis, stage))
+    stage = bench.stage("fetch")
     bench.forward.follow(Replay(recording(bench.shape), bench.shape, bench.engine.device))
-    yield summarise_device("replayed", [0.0], _beyond(bench, effort, basis.enter_us))
+    yield summarise_device("replayed", [0.0], _beyond(bench, effort, basis, stage))
     bench.forward.follow(None)
-    yield from _predictors(bench, effort, basis, deepest)
+    yield from _predictors(bench, effort, basis, stage, deepest)
 
 
-def _beyond(bench: GraphBench, effort: Effort, base_us: float, skip: int = 0) -> list[float]:
-    """Samples of what entering takes beyond `base_us`."""
-    _, each = enter_us(bench, effort, skip=skip)
-    return [max(0.0, us - base_us) for us in each]
+def _turns_us(bench: GraphBench, effort: Effort, stage: Stage, skip: int = 0) -> list[float]:
+    """Of steps that miss nothing: from deciding on k experts until the next layer has told; not the last `skip` layers.
+
+    Graphs that follow each other without the host may wait for their launches; here they do not.
+    """
+    found, k, layers = list[float](), bench.shape.top_k, bench.shape.n_moe_layers
+    for turn in in_time(effort.rounds, effort.seconds):
+        step = bench.step([Asked.of(bench.pick(stage.resident, k, turn + at)) for at in range(layers)])
+        found += [step.turn_us(layer) for layer in range(layers - 1 - skip)] if turn else []
+    return found
+
+
+def _beyond(bench: GraphBench, effort: Effort, basis: Basis, stage: Stage, skip: int = 0) -> list[float]:
+    """Samples of what entering a layer takes longer than it does plainly."""
+    return [max(0.0, us - basis.turn_us) for us in _turns_us(bench, effort, stage, skip)] or [0.0]
 
 
 def _predicting(bench: GraphBench, effort: Effort, basis: Basis, depth: int) -> Iterator[Measurement]:
     """The gate looking `depth` layers ahead: on the device, and the host's planning of what it says."""
     stage, k, layers = bench.stage("fetch", depth=depth), bench.shape.top_k, bench.shape.n_moe_layers
-    one, each = enter_us(bench, effort, skip=depth)
-    device = [max(0.0, us - basis.enter_us) for us in each]
-    read_us = max(0.0, median(one) - median(each) - basis.latency_us)  # reading what was predicted
+    device = _beyond(bench, effort, basis, stage, skip=depth)
     plans: dict[bool, list[float]] = {True: [], False: []}
     for turn in in_time(2 * effort.rounds, effort.seconds):
         ahead = tuple(bench.pick(stage.resident, k, turn + at) for at in range(depth)) if turn % 2 else ()
         step = bench.step([Asked.of(bench.pick(stage.resident, k, turn), *ahead)] * layers)
         plans[bool(ahead)] += [times.host["plan"] for times in step.layers[: layers - depth]]
     base = median(plans[False])
-    yield summarise_device("predict", [read_us + max(0.0, us - base) for us in plans[True]], device, depth=depth)
+    yield summarise_device("predict", [max(0.0, us - base) for us in plans[True]], device, depth=depth)
 
 
-def _predictors(bench: GraphBench, effort: Effort, basis: Basis, deepest: int) -> Iterator[Measurement]:
+def _predictors(bench: GraphBench, effort: Effort, basis: Basis, stage: Stage, deepest: int) -> Iterator[Measurement]:
     """The other predictors, which the host does not tell apart."""
     if not bench.engine.calibrated:
         return
@@ -167,7 +178,7 @@ def _predictors(bench: GraphBench, effort: Effort, basis: Basis, deepest: int) -
             fields = {"predictor": name, "prefetch_depth": depth, "prefetch_rolled": rolled, "admission": "none"}
             format = {"expert_format": bench.engine.settings.expert_format}
             bench.engine.apply(Settings.parse({"slots_per_layer": slots, **fields, **format}))
-            device = _beyond(bench, effort, basis.enter_us, skip=depth)
+            device = _beyond(bench, effort, basis, stage, skip=depth)
             yield summarise_device(f"predict_{name}{'_rolled' * rolled}", [0.0], device, depth=depth)
 
 
@@ -178,7 +189,7 @@ def copies(bench: GraphBench, effort: Effort, basis: Basis) -> Iterator[Measurem
     """Copies of steps that miss one to k experts: how they follow each other, and what waits for them."""
     stage, k, layers = bench.stage("fetch"), bench.shape.top_k, bench.shape.n_moe_layers
     missed: dict[int, list[LayerTimes]] = {count: [] for count in range(k + 1)}
-    waits: list[float] = []
+    turns: list[tuple[int, float]] = []  # misses of a layer-step, and from its routing to the next one's
     bench.engine.copies.spans = []
     for turn in in_time(effort.rounds * k, effort.seconds * 4):
         counts = [(turn + layer // 2) % k + 1 if layer % 2 == 0 else 0 for layer in range(layers)]
@@ -191,11 +202,15 @@ def copies(bench: GraphBench, effort: Effort, basis: Basis) -> Iterator[Measurem
         for layer, count in enumerate(counts if turn else []):
             missed[count].append(step.layers[layer])
             if count and layer + 1 < layers and len(step.layers[layer].copies) == count:
-                waits.append(step.landed_us(layer) - basis.enter_us)
+                turns.append((count, step.layers[layer].until_us(step.layers[layer + 1])))
     bench.engine.copies.spans = None
-    yield from _of_copies(bench, missed)
-    one = _one_expert_us(bench, effort, basis)
-    yield summarise("wait", [max(0.0, us - one) for us in waits])
+    measured = list(_of_copies(bench, missed))
+    yield from measured
+    us = {one.probe: one.p50_us for one in measured}
+    plan = median(times.host["plan"] for found in missed.values() for times in found)
+    rest = plan + us["copy_start"] + _one_expert_us(bench, effort, basis) + basis.enter_us
+    waits = [max(0.0, turn - count * us["copy"] - rest) for count, turn in turns]
+    yield summarise("wait", waits or [0.0])  # whatever else lies between routing and routing
 
 
 def _of_copies(bench: GraphBench, missed: dict[int, list[LayerTimes]]) -> Iterator[Measurement]:

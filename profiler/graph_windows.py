@@ -26,8 +26,7 @@ def resident_windows(bench: GraphBench, effort: Effort) -> Iterator[Measurement]
     stage, layers = bench.stage("fetch"), bench.shape.n_moe_layers
     for rows in TOKENS:
         one, each = enter_us(bench, effort, rows)
-        yield summarise_device("window_attention", [0.0], each, tokens=rows)
-        enter, latency = median(each), max(0.0, median(one) - median(each))
+        latency = max(0.0, median(one) - median(each))
         groups: dict[tuple[int, int], list[float]] = {}
         steps: list[StepTimes] = []
         for asked in _groups(bench, stage.resident, rows):
@@ -37,8 +36,12 @@ def resident_windows(bench: GraphBench, effort: Effort) -> Iterator[Measurement]
                     continue
                 steps.append(step)
                 group = len(np.unique(asked)), asked.size
-                turns = [step.turn_us(layer) - latency - enter for layer in range(layers - 1)]
-                groups.setdefault(group, []).extend(max(0.0, us) for us in turns)
+                turns = [step.turn_us(layer) - latency for layer in range(layers - 1)]
+                groups.setdefault(group, []).extend(turns)
+        # Steps are what counts: where graphs have waited for their launches above, they did not here.
+        enter = min([median(each), *(median(turns) for turns in groups.values() if turns)])
+        yield summarise_device("window_attention", [0.0], [min(us, enter) for us in each], tokens=rows)
+        groups = {group: [max(0.0, us - enter) for us in turns] for group, turns in groups.items()}
         for (experts, tokens), samples in sorted(groups.items()):
             if rows > 1 and samples:
                 yield summarise_device("window_experts_gpu", [0.0], samples, experts=experts, tokens=tokens)

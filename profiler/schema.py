@@ -63,7 +63,8 @@ and after_wait at other waits than measured, and these are other or more; the ot
     whole           context                   a step of one launch, all experts resident, until its token is known
     copy            bytes, pinned             of experts: one behind another; else as above
     copy_start                                what the first of several copies takes longer
-    wait                                      from a landing to the start of what waits for it
+    wait                                      from a landing to the start of what waits for it: what a layer-step with
+                                              misses takes beyond everything else
     gpu_beside_copy copies                    entering and k resident experts, without copies (0), beside some (1)
     submit                                    handing experts to the CPU
     upload                                    launching what follows them

@@ -17,6 +17,7 @@ from played import accelerate
 from test_random_weights import toy
 
 from benchmarks import profile_h200
+from benchmarks.decode_rows import measure_rates
 from foreload.backend.engine import Engine, EngineOptions
 from foreload.profiler import probes
 from foreload.profiler.run import bench_settings
@@ -34,10 +35,13 @@ def test_on_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Engine(model, EngineOptions(context_tokens=64), bench_settings(model.shape)) as engine:
         device = accelerate(engine, 2, poison=False)
         found = profile_h200.on_engine(engine, {}, time.monotonic() + 60, tmp_path)
+        rates = measure_rates(engine)
         late = profile_h200.on_engine(engine, {}, time.monotonic() + profile_h200.CASES_S, tmp_path / "late")
         engine.copies.close()
         device.close()
         engine.copies = type("Closed", (), {"close": lambda _: None})()
+    assert min(rates.link, rates.cpu, rates.link_beside, rates.cpu_beside) > 0
+    assert sorted(rates.cpu_ns) == list(range(1, model.shape.top_k + 1))
     assert found["left_out"] == []
     assert late["left_out"]
     measured = HardwareProfile.load(tmp_path / "profile-h200-qwen3-30b-a3b.json")
