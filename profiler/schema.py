@@ -67,7 +67,7 @@ and after_wait at other waits than measured, and these are other or more; the ot
                                               misses takes beyond everything else
     gpu_beside_copy copies                    entering and k resident experts, without copies (0), beside some (1)
     submit                                    handing experts to the CPU
-    upload                                    launching what follows them
+    upload                                    telling the device that their outputs are there
     cpu_asleep      threads, idle_us          what CPU experts take longer after so long a rest
     window_whole    tokens                    a step of one launch over so many tokens
 

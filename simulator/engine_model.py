@@ -165,16 +165,16 @@ class EngineModel:
         yield from self._finish()
         self.brain.end_step()
 
-    def enter(self, costs: GraphCosts, request: Request, step: int, layer: int) -> None:
-        """Launch what enters a layer or, behind the last one, ends the step."""
+    def enter(self, costs: GraphCosts, request: Request, step: int, layer: int, launched: bool = False) -> None:
+        """Launch, unless it is `launched`, what enters a layer or, behind the last one, ends the step."""
         fed, layers = request.fed[step], self.shape.n_moe_layers
+        host_ns = 0 if launched else costs.launch_ns(request.context[step], fed)
         if layer == layers:
-            launch = costs.enter(request.context[step], fed, 0, False).host_ns
-            self.device.block("attention", Cost(launch, costs.head(fed).gpu_ns, "measured"), layer)
+            self.device.block("attention", Cost(host_ns, costs.head(fed).gpu_ns, "measured"), layer)
             return
         depth = min(self.settings.prefetch_depth, layers - 1 - layer)
-        executes = layer in self._speculated
-        self.device.block("attention", costs.enter(request.context[step], fed, depth, executes), layer)
+        entering = costs.enter(request.context[step], fed, depth, layer in self._speculated)
+        self.device.block("attention", Cost(host_ns, entering.gpu_ns, entering.source), layer)
 
     def slowed(self, layer: int) -> None:
         """The host's blocks of this layer-step take longer for what it waited and for the copies that landed since."""

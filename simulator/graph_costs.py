@@ -20,7 +20,7 @@ class HostCosts:
     issue_ns: int  # each copy issued
     late_ns: int  # launching an expert behind its copy
     submit_ns: int  # handing experts to the CPU, and
-    upload_ns: int  # launching what follows them
+    upload_ns: int  # telling the device that their outputs are there
 
 
 class GraphCosts:
@@ -49,6 +49,10 @@ class GraphCosts:
     def extra_ns(self, tokens: int, depth: int, executes: bool) -> int:
         """What entering a layer takes the device beyond `attention`, looking `depth` layers ahead; may be below 0."""
         return self._predict(tokens, depth).gpu_ns + self._more + (self._executes if executes else 0)
+
+    def launch_ns(self, context: int, tokens: int) -> int:
+        """Launching what enters a layer."""
+        return self._costs.block("attention", context, tokens).host_ns
 
     def enter(self, context: int, tokens: int, depth: int, executes: bool) -> Cost:
         """Entering a layer in a step whose last token is at `context`."""

@@ -91,14 +91,16 @@ def _layer(engine: EngineModel, costs: GraphCosts, request: Request, at: int, la
     if coming.any():
         yield from engine.copied(layer, dict(zip(experts[coming].tolist(), tokens[coming].tolist(), strict=True)))
     yield from engine.settle()
-    if on_cpu:
+    if on_cpu:  # what follows is launched already, and waits for the outputs
+        clock.spend("attention", costs.launch_ns(request.context[at], fed), layer)
+        yield from engine.settle()
         if engine.cpu.busy:
             yield engine.cpu.result()
             clock.waited(WAIT_CPU, layer)
         engine.after_cpu = True
         clock.spend("finish", costs.host.upload_ns, layer)
         yield from engine.settle()
-    engine.enter(costs, request, at, layer + 1)
+    engine.enter(costs, request, at, layer + 1, launched=on_cpu > 0)
     yield from _end(engine, costs, fed, layer, (layer * engine.shape.experts + experts[coming]).tolist())
 
 

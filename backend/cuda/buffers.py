@@ -31,6 +31,7 @@ class HostMemory:
     out: Tensor  # float32 [items, hidden], what the CPU computed
     on_host: Tensor  # int64 [items], whether an item's output is in `out`
     ready: Tensor  # int32 [layers], the number of the step for which a layer's plan is written
+    done: Tensor  # int32 [layers], the number of the step whose outputs of this layer are in `out`
     plan: Tensor  # int64 [items, ENTRY], the resident experts of a layer-step
     waves: Tensor  # int64 [items, 1, ENTRY], the late ones, one each
     listed: Tensor  # int64 [items]
@@ -51,6 +52,7 @@ class HostMemory:
             out=make(torch.float32, items, shape.hidden),
             on_host=make(torch.int64, items),
             ready=make(torch.int32, shape.n_moe_layers),
+            done=make(torch.int32, shape.n_moe_layers),
             plan=make(torch.int64, items, ENTRY),
             waves=make(torch.int64, items, 1, ENTRY),
             listed=make(torch.int64, items),

@@ -198,7 +198,7 @@ class FastForward(Forward):
         program, stream = self._program(rows), self._parts.stream()
         found: dict[str, list[float]] = {"enter": [], "planned": [], "whole": []}
         planned = self._host.plan.clone()
-        self._host.ready.fill_(self._step.number)
+        self._step.release()
         for _ in range(repeats):
             for name, graphs in (
                 ("enter", program.enter),
@@ -263,6 +263,9 @@ class FastForward(Forward):
             else:
                 for at in range(self._shape.n_moe_layers):
                     self._watched(program, at, log)
+        except BaseException:
+            self._step.release()
+            raise
         finally:
             self._issuer.drive(False)
         logits = self._logits(program)
@@ -279,8 +282,7 @@ class FastForward(Forward):
         """
         program, stream = self._program(rows), self._parts.stream()
         self._give([0] * rows, position)
-        self._host.plan.zero_()
-        self._host.ready.fill_(self._step.number)
+        self._step.release()
         begun = time.perf_counter_ns()
         for graph in program.enter[:layers]:
             self._issuer.launch(graph, stream)
@@ -294,6 +296,7 @@ class FastForward(Forward):
         self._step.number = self._number
         if self._number == 1:  # numbers begin anew: no layer's plan is ready for a later step
             self._host.ready.zero_()
+            self._host.done.zero_()
         self._step.given[: GIVEN + len(token_ids)] = [self._number, position, row, *token_ids]
 
     def _whole(self) -> NDArray[np.int32] | None:

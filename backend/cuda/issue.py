@@ -233,7 +233,7 @@ class Issuer:
         """What a compiled step calls: workers of CPU experts (0: none) and the compute stream beside this link."""
         names = {"now", "told", "ready", "serve", "take", "let", "issue", "landed", "computed"}
         found = {name: getattr(self._library, f"fc_{name}") for name in names}
-        found |= {"launch": self._library.fc_launch_now, "submit": self._library.fl_submit}
+        found["submit"] = self._library.fl_submit
         addresses = {name: ctypes.cast(function, ctypes.c_void_p).value or 0 for name, function in found.items()}
         return Native(**addresses, link=self._link, pool=pool, stream=stream)
 

@@ -53,7 +53,6 @@ class Native(NamedTuple):
     let: int
     issue: int
     landed: int
-    launch: int
     submit: int
     computed: int
     link: int
@@ -75,6 +74,7 @@ class Host(NamedTuple):
     words: NDArray[np.int32]  # [L, items] ids as the device tells them
     guesses: NDArray[np.int32]  # [L, words]
     ready: NDArray[np.int32]  # [L]
+    done: NDArray[np.int32]  # [L]
     plan: NDArray[np.int64]  # [items, ENTRY]
     listed: NDArray[np.int64]  # [items]
     on_host: NDArray[np.int64]  # [items]
@@ -145,11 +145,13 @@ def _call(context: Any, address: Any, arguments: Any) -> Any:
 
 @uncounted
 def _stopped(n: Native, h: Host, step: Step, at: int, outcome: int, error: int) -> int:
-    """Stop at a layer. Once it has told, the device must not wait for its plan for ever: it gets an empty one."""
+    """Stop at a layer. Once it has told, the device must not wait for ever: plans are empty, the host has computed."""
     h.outcome[0], h.outcome[1] = outcome, error
     if outcome != UNTOLD:
         h.plan[:, 0] = 0
-        _call(n.ready, (h.ready[at:].ctypes.data, step.number))
+        for layer in range(len(h.ready)):
+            _call(n.ready, (h.ready[layer:].ctypes.data, step.number))
+            _call(n.ready, (h.done[layer:].ctypes.data, step.number))
     return at
 
 
@@ -222,10 +224,10 @@ def _told(n: Native, h: Host, c: Chosen, step: Step, at: int, depth: int) -> boo
 
 
 @uncounted
-def _launch(n: Native, g: Graphs, h: Host, at: int, n_used: int, n_late: int, then: int) -> int:
-    """Launch what waits for copies, and behind it `then` (0: nothing); the error."""
+def _launch(n: Native, g: Graphs, h: Host, at: int, n_used: int, n_late: int) -> int:
+    """Launch what waits for copies, and behind it what enters the next layer; the error."""
     h.step[0], h.step[1], h.step[2] = n.stream, g.planned[at], g.waves[at].ctypes.data
-    h.step[7], h.step[9], h.step[10] = n_late, n_used, then
+    h.step[7], h.step[9], h.step[10] = n_late, n_used, g.enter[at + 1]
     error: int = _call(n.issue, (n.link, h.step.ctypes.data))
     return error
 
@@ -270,17 +272,18 @@ def run_layers(
         _call(n.ready, (h.ready[at:].ctypes.data, step.number))
         t[PLANNED] = _call(n.now, (0,))
         ticket = _submit(n, h, step, at, distinct)
+        if ticket < 0:
+            _call(n.ready, (h.done[at:].ctypes.data, step.number))
         t[SUBMITTED] = _call(n.now, (0,))
         error = _call(n.serve, (n.link,))
         t[ISSUED] = _call(n.now, (0,))
-        then = g.enter[at + 1]
-        error = error or _launch(n, g, h, at, n_used, n_late, 0 if ticket >= 0 else then)
+        error = error or _launch(n, g, h, at, n_used, n_late)
         t[LAUNCHED] = _call(n.now, (0,))
         t[COMPUTED] = t[ENTERED] = 0
         if ticket >= 0:
             error = error or _call(n.computed, (n.link, n.pool, ticket, t[CPU_BEGUN:].ctypes.data))
             t[COMPUTED] = _call(n.now, (0,))
-            error = error or _call(n.launch, (n.link, then, n.stream))
+            _call(n.ready, (h.done[at:].ctypes.data, step.number))
             t[ENTERED] = _call(n.now, (0,))
         if step.ends:
             error = error or _call(n.landed, (n.link, h.late.ctypes.data, n_late))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from foreload.backend.cuda.buffers import DeviceMemory, HostMemory
 from foreload.backend.cuda.kernels.layout import BlockLayout
-from foreload.backend.cuda.kernels.ops import ExpertBuffers, Ops
+from foreload.backend.cuda.kernels.ops import ExpertBuffers, HostOutputs, Ops
 from foreload.backend.models.attention import GroupedAttention, LatentAttention
 from foreload.backend.models.decoder import Block, Decoder
 from foreload.backend.models.routing import route
@@ -263,8 +263,8 @@ class Pieces:
         if shared is not None:
             m.base.copy_(m.r + shared)
             base = m.base
-        host_out, on_host = (self.host.out, m.on_host) if cpu else (None, None)
-        self._ops.combine(base, m.weights, m.out, host_out, on_host, m.x)
+        host = HostOutputs(self.host.out, m.on_host, self.host.done[at : at + 1], m.current) if cpu else None
+        self._ops.combine(base, m.weights, m.out, m.x, host)
 
     def head(self) -> None:
         """From x to the logits."""

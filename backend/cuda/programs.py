@@ -124,6 +124,7 @@ def make_program(pieces: Pieces, addresses: Tensor, decoder: Decoder, capture: C
     addresses.zero_()  # experts at address 0 are left out
     pieces.host.given.zero_()
     pieces.host.ready.zero_()  # of step 0, too
+    pieces.host.done.zero_()
     pieces.host.plan.zero_()
     with kept(decoder, pieces.rows):
         for piece in (*enter, *planned.values(), whole):

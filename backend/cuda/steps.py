@@ -58,6 +58,7 @@ class StepArrays:
             words=self.words,
             guesses=self.guesses,
             ready=m.ready.numpy(),
+            done=m.done.numpy(),
             plan=m.plan.numpy(),
             listed=m.listed.numpy(),
             on_host=m.on_host.numpy(),
@@ -95,6 +96,12 @@ class StepArrays:
         assert self._made is not None
         host, distinct = self._made[2], int(self.outcome[1])
         return host.experts[:distinct].copy(), host.actions[:distinct].copy()
+
+    def release(self) -> None:
+        """Whatever the device waits for in this step is there, and empty."""
+        self._memory.plan.zero_()
+        self._memory.ready.fill_(self.number)
+        self._memory.done.fill_(self.number)
 
     def late_keys(self) -> list[int]:
         """Keys of the experts of the layer-step run last that come later."""

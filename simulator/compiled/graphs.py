@@ -71,7 +71,7 @@ def decode(
         else:
             spend(m, EMBED, b.embed[fed, 0])
             host.settle(m, r, p)
-            _enter(m, r, b, g, steps, at, 0, depth)
+            _enter(m, r, b, g, steps, at, 0, depth, steps.attention[at, 0])
             for layer in range(layers):
                 host.sync(m, r, p)
                 host.slowed(m, b, after_cpu)
@@ -108,10 +108,11 @@ def _tell(p: PolicyState, rules: Rules, split: SplitCosts, steps: Steps, at: int
 
 
 @inlined
-def _enter(m: Machine, r: Rates, b: Blocks, g: Graphs, steps: Steps, at: int, layer: int, depth: int) -> None:
+def _enter(
+    m: Machine, r: Rates, b: Blocks, g: Graphs, steps: Steps, at: int, layer: int, depth: int, host_ns: int
+) -> None:
     """Launch what enters a layer or, behind the last one, ends the step."""
     layers, fed = steps.demand.shape[1], steps.fed[at]
-    host_ns = steps.attention[at, 0]
     if layer == layers:
         mach.launch(m, r, ATTENTION, host_ns, b.head[fed, 1], 0, -1)
         return
@@ -154,8 +155,9 @@ def _layer(
         return False
     for ahead in range(ahead_of):
         step.prefetch(p, rules, layer + 1 + ahead, steps.predicted[ahead, at, layer + 1 + ahead])
-    on_cpu = _run(m, r, b, g, p, layer, experts, counts, fed > 1, action)
-    _enter(m, r, b, g, steps, at, layer + 1, depth)
+    launch_ns = steps.attention[at, 0]
+    on_cpu = _run(m, r, b, g, p, layer, experts, counts, fed > 1, action, launch_ns)
+    _enter(m, r, b, g, steps, at, layer + 1, depth, 0 if on_cpu else launch_ns)
     host.settle(m, r, p)
     host.await_landings(m, r, p)
     spend(m, FINISH, b.finish[fed, 0])
@@ -177,8 +179,12 @@ def _run(
     counts: NDArray[np.int32],
     window: bool,
     action: NDArray[np.int8],
+    launch_ns: int,
 ) -> bool:
-    """Run a layer-step's experts; whether the CPU had any, whose results are then there."""
+    """Run a layer-step's experts; whether the CPU had any, whose results are then there.
+
+    What follows those is launched before, in `launch_ns`, and waits for them.
+    """
     on_cpu, cpu_tokens, hits, hit_tokens = host.sort_out(m, p, layer, experts, counts, window, action)
     if hits:
         host.experts_gpu(m, r, b, p, layer, hits, hit_tokens)
@@ -192,6 +198,8 @@ def _run(
         host.copied(m, r, b, p, layer, experts, counts, window, action)
     host.settle(m, r, p)
     if on_cpu:
+        spend(m, ATTENTION, launch_ns)
+        host.settle(m, r, p)
         host.await_cpu(m, r, p)
         spend(m, FINISH, g.upload_ns)
         host.settle(m, r, p)

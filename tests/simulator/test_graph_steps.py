@@ -59,7 +59,7 @@ def test_cpu_experts_bring_their_outputs_back(run):
     # outputs, and 4 until the device begins the head. The second time the workers had rested for over 100.
     alone = 12 + 4 + 53 + 10 + 60 + 6 + 4 + 40
     assert (found.token_ns / 1e3).tolist() == [alone + 15, alone + 15]
-    assert found.stall_ns["wait_cpu"] == 2 * (60 + 15 - 5) * 1000
+    assert found.stall_ns["wait_cpu"] == 2 * (60 + 15 - 5 - 3) * 1000  # less submitting, and launching what follows
 
 
 @BOTH

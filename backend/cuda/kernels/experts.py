@@ -246,26 +246,41 @@ def combine(
     out: tl.tensor,
     host_out: tl.tensor,
     on_host: tl.tensor,
+    current: tl.tensor,
+    done: tl.tensor,
     x: tl.tensor,
     K: tl.constexpr,
     HIDDEN: tl.constexpr,
     COLS: tl.constexpr,
     HOST: tl.constexpr,
+    FENCE: tl.constexpr,
 ) -> None:
     """Program (token, column tile): x = r + sum over ranks, in rank order, of weight * output, in fp32.
 
-    Where `on_host` [items] is set the output is read from `host_out` (what the CPU computed) instead of `out`.
+    Where `on_host` [items] is set the output is read from `host_out` (what the CPU computed) instead of `out`, once the
+    host's word `done` [1] is the step's number (`current` [1]), or a later one's.
     """
     token, tile = tl.program_id(0), tl.program_id(1)
     cols = tile * COLS + tl.arange(0, COLS)
     inside = cols < HIDDEN
+    arrived = inside
+    if HOST:
+        number = tl.load(current)
+        seen = tl.load(done, volatile=True)
+        while seen < number:
+            seen = tl.load(done, volatile=True)
+        if FENCE:  # what is loaded from the host depends on what comes out of the fence
+            seen = tl.inline_asm_elementwise(
+                "fence.acq_rel.sys; mov.b32 $0, $1;", "=r,r", [seen], dtype=tl.int32, is_pure=False, pack=1
+            )
+        arrived = inside & (seen + 0 * cols >= number)
     total = tl.zeros([COLS], tl.float32)
     for rank in tl.static_range(K):  # unrolled, so that all loads are under way at once
         item = token * K + rank
         if HOST:
             there = tl.load(on_host + item) + 0 * cols != 0
             found = tl.load(out + item * HIDDEN + cols, mask=inside & (there == 0), other=0.0)
-            found += tl.load(host_out + item * HIDDEN + cols, mask=inside & there, other=0.0)
+            found += tl.load(host_out + item * HIDDEN + cols, mask=arrived & there, other=0.0)
         else:
             found = tl.load(out + item * HIDDEN + cols, mask=inside, other=0.0)
         total += tl.load(weights + item) * found

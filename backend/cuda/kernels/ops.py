@@ -47,6 +47,19 @@ class ExpertBuffers:
         return ExpertBuffers(plan, self.listed, self.mid, self.out)
 
 
+@dataclass(frozen=True)
+class HostOutputs:
+    """What the host computes of a layer-step: out fp32 [items, hidden] where on_host int64 [items] is set.
+
+    It is all there once done int32 [1], in host memory as `out` is, is the step's number current [1], or a later one's.
+    """
+
+    out: Tensor
+    on_host: Tensor
+    done: Tensor
+    current: Tensor
+
+
 @dataclass
 class AttentionScratch:
     """Attention by chunk, fp32: largest and weight [n, heads, chunks], partial [n, heads, chunks, dim]."""
@@ -204,10 +217,8 @@ class Ops(ABC):
         """x [n, hidden] = r + outputs out [n k, hidden], weighted [n, k], in rank order, in fp32."""
 
     @abstractmethod
-    def combine(
-        self, r: Tensor, weights: Tensor, out: Tensor, host_out: Tensor | None, on_host: Tensor | None, x: Tensor
-    ) -> None:
-        """x = r + weighted outputs in rank order, in fp32; an item that is `on_host` is read from `host_out`."""
+    def combine(self, r: Tensor, weights: Tensor, out: Tensor, x: Tensor, host: HostOutputs | None = None) -> None:
+        """x = r + weighted outputs in rank order, in fp32; with `host` some are the host's, once they are there."""
 
     @abstractmethod
     def stamp(self, begun: Tensor) -> None:

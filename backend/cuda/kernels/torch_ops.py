@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from foreload.backend.cuda.kernels.layout import BlockLayout, Part
-from foreload.backend.cuda.kernels.ops import TAG, AttentionScratch, ExpertBuffers, Ops
+from foreload.backend.cuda.kernels.ops import TAG, AttentionScratch, ExpertBuffers, HostOutputs, Ops
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 
@@ -223,17 +223,19 @@ class TorchOps(Ops):
             out[mine] = F.linear(mid[mine].float(), *down).to(out.dtype)
 
     def weigh(self, r: Tensor, weights: Tensor, out: Tensor, x: Tensor) -> None:  # noqa: D102
-        self.combine(r, weights, out, None, None, x)
+        self.combine(r, weights, out, x)
 
     def combine(  # noqa: D102
-        self, r: Tensor, weights: Tensor, out: Tensor, host_out: Tensor | None, on_host: Tensor | None, x: Tensor
+        self, r: Tensor, weights: Tensor, out: Tensor, x: Tensor, host: HostOutputs | None = None
     ) -> None:
+        while host is not None and int(host.done) < int(host.current[0]):
+            time.sleep(1e-5)
         total = torch.zeros(r.shape, dtype=torch.float32)
         for rank in range(weights.shape[1]):
             items = torch.arange(len(r)) * weights.shape[1] + rank
             found = out[items]
-            if host_out is not None and on_host is not None:
-                found = torch.where(on_host[items, None] != 0, host_out[items].float(), found)
+            if host is not None:
+                found = torch.where(host.on_host[items, None] != 0, host.out[items].float(), found)
             total += weights[:, rank, None] * found
         x.copy_(r.float() + total)
 

@@ -13,6 +13,7 @@ from foreload.backend.cuda.kernels.ops import (
     TOKENS,
     AttentionScratch,
     ExpertBuffers,
+    HostOutputs,
     Ops,
     check_layout,
     power_of_two,
@@ -383,22 +384,24 @@ class TritonOps(Ops):
         )
 
     def combine(  # noqa: D102
-        self, r: Tensor, weights: Tensor, out: Tensor, host_out: Tensor | None, on_host: Tensor | None, x: Tensor
+        self, r: Tensor, weights: Tensor, out: Tensor, x: Tensor, host: HostOutputs | None = None
     ) -> None:
         n, hidden = r.shape
         cols = _cols(hidden)
-        there = host_out is not None and on_host is not None
         experts.combine[(n, _tiles(hidden, cols))](
             r,
             weights,
             out,
-            host_out if there else out,
-            on_host if there else weights,
+            out if host is None else host.out,
+            weights if host is None else host.on_host,
+            weights if host is None else host.current,
+            weights if host is None else host.done,
             x,
             K=weights.shape[1],
             HIDDEN=hidden,
             COLS=cols,
-            HOST=there,
+            HOST=host is not None,
+            FENCE=self._fence,
             **BUILD,
         )
 

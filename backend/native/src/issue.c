@@ -394,8 +394,6 @@ int64_t fc_ready(int32_t *word, int64_t number) {
     return 0;
 }
 
-int64_t fc_launch_now(fc_link *link, void *exec, void *compute) { return fc_launch(link, exec, compute); }
-
 int64_t fc_issue(fc_link *link, const fc_step *step) { return fc_run(link, step); }
 
 int64_t fc_landed(fc_link *link, const int64_t *keys, int64_t n) { return fc_wait_landed(link, keys, n); }

@@ -70,7 +70,7 @@ told = {"IDS": 8, "IDS_UP": 8, "COLS": 1024, "FENCE": True}
 build("publish", route.publish, "ilbib", ELEMENTS=2048, ALONE=False, **told)
 build("publish ids", route.publish, "illii", ELEMENTS=0, ALONE=True, **told)
 build("plan_resident", route.plan_resident, "llll", LAYER=3, EXPERTS=128, N_ITEMS=72, ITEMS_UP=128, ENTRY=4)
-build("combine", experts.combine, "bffflb", K=8, HIDDEN=2048, COLS=1024, HOST=True)
+build("combine", experts.combine, "bfffliib", K=8, HIDDEN=2048, COLS=1024, HOST=True, FENCE=True)
 build("stamp", hold.stamp, "l", 1)
 build("hold", hold.hold, "ll", 1)
 SIZE = 2880  # gpt-oss: no power of two

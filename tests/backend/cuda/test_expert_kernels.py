@@ -11,7 +11,7 @@ from blocks import any_layout, random_blocks
 from torch import Tensor
 
 from foreload.backend.cuda.kernels.layout import FORMATS, BlockLayout, kernel_layout
-from foreload.backend.cuda.kernels.ops import ExpertBuffers
+from foreload.backend.cuda.kernels.ops import ExpertBuffers, HostOutputs
 from foreload.backend.cuda.kernels.torch_ops import TorchOps
 from foreload.backend.experts.blocks import BlockCodec, run_expert
 from foreload.formats import FORMATS as PACKED_FORMATS
@@ -146,8 +146,11 @@ def test_combine(on_host: bool, generator: torch.Generator) -> None:
     if on_host:
         out[there == 1] = float("nan")  # what the CPU computed is not on the device
     expected, found = torch.empty_like(r), torch.empty_like(r, device=DEVICE)
-    extra = (host, there) if on_host else (None, None)
-    TorchOps().combine(r, weights, out, *extra, expected)
-    on_device = [None if t is None else t.to(DEVICE) for t in (r, weights, out, *extra)]
-    OPS.combine(*on_device, found)  # type: ignore[arg-type]
+    number, done = torch.tensor([5, 0, 0], dtype=torch.int32), torch.tensor([6], dtype=torch.int32)
+
+    def outputs(device: torch.device) -> HostOutputs | None:
+        return HostOutputs(*(t.to(device) for t in (host, there, done, number))) if on_host else None
+
+    TorchOps().combine(r, weights, out, expected, outputs(r.device))
+    OPS.combine(*(t.to(DEVICE) for t in (r, weights, out)), found, outputs(DEVICE))
     torch.testing.assert_close(found.cpu(), expected)
