@@ -7,7 +7,8 @@
  *   XLOAD, FMA, SUM4, ZERO, XTYPE, CHUNK
  *
  * Four rows at a time, whatever the number of tokens, and one running sum per (row, token): a weight is unpacked once per
- * MOST tokens, and a token's result does not depend on its company. */
+ * MOST tokens, and a token's result does not depend on its company. While more tokens go over rows that are in the caches,
+ * the rows read next are fetched. */
 
 #define JOIN_(a, b) a##b
 #define JOIN(a, b) JOIN_(a, b)
@@ -43,7 +44,8 @@ TARGET static inline __attribute__((always_inline)) void FN(_chunk)(int T, const
 
 TARGET static inline __attribute__((always_inline)) void FN(_block)(int T, const uint8_t *const *w,
                                                                     const uint8_t *const *s, const XTYPE *const *x,
-                                                                    size_t k, size_t jump, float (*out)[FL_TOKENS]) {
+                                                                    size_t k, size_t jump, size_t far,
+                                                                    float (*out)[FL_TOKENS]) {
     VEC acc[FL_ROWS][MOST];
     const uint8_t *row[FL_ROWS];
     float scale[FL_ROWS] = {1, 1, 1, 1};
@@ -56,7 +58,7 @@ TARGET static inline __attribute__((always_inline)) void FN(_block)(int T, const
     size_t chunks = SCALED ? (k + CHUNK - 1) / CHUNK : k / CHUNK, left = SCALED ? 0 : k % CHUNK;
     size_t last = chunks > FL_AHEAD / BYTES ? chunks - FL_AHEAD / BYTES : 0;
     for (size_t c = 0; c < chunks; c++) {
-        size_t ahead = FL_AHEAD + (c < last ? 0 : jump);
+        size_t ahead = far ? far : FL_AHEAD + (c < last ? 0 : jump);
 #pragma GCC unroll 4
         for (int r = 0; r < FL_ROWS; r++) {
             __builtin_prefetch(row[r] + ahead);
@@ -91,18 +93,19 @@ LINKAGE void NAME(const uint8_t *const *w, const uint8_t *const *s, const void *
         int left = tokens - t, blocks = (left + MOST - 1) / MOST, n = (left + blocks - 1) / blocks;
         const XTYPE *const *here = (const XTYPE *const *)(x + t);
         float(*there)[FL_TOKENS] = (float (*)[FL_TOKENS])(&out[0][t]);
+        size_t far = t ? (k + CHUNK - 1) / CHUNK * BYTES + jump : 0; /* these rows are here: those read next are on their way */
         switch (n) {
-            case 1: FN(_block)(1, w, s, here, k, jump, there); break;
+            case 1: FN(_block)(1, w, s, here, k, jump, far, there); break;
 #if MOST > 1
-            case 2: FN(_block)(2, w, s, here, k, jump, there); break;
+            case 2: FN(_block)(2, w, s, here, k, jump, far, there); break;
 #endif
 #if MOST > 2
-            case 3: FN(_block)(3, w, s, here, k, jump, there); break;
+            case 3: FN(_block)(3, w, s, here, k, jump, far, there); break;
 #endif
 #if MOST > 3
-            case 4: FN(_block)(4, w, s, here, k, jump, there); break;
-            case 5: FN(_block)(5, w, s, here, k, jump, there); break;
-            default: FN(_block)(6, w, s, here, k, jump, there);
+            case 4: FN(_block)(4, w, s, here, k, jump, far, there); break;
+            case 5: FN(_block)(5, w, s, here, k, jump, far, there); break;
+            default: FN(_block)(6, w, s, here, k, jump, far, there);
 #endif
         }
         t += n;
