@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from foreload.backend.cuda.kernels.hold import awaited
+
 
 @triton.jit
 def _e2m1(code: tl.tensor) -> tl.tensor:
@@ -266,13 +268,7 @@ def combine(
     arrived = inside
     if HOST:
         number = tl.load(current)
-        seen = tl.load(done, volatile=True)
-        while seen < number:
-            seen = tl.load(done, volatile=True)
-        if FENCE:  # what is loaded from the host depends on what comes out of the fence
-            seen = tl.inline_asm_elementwise(
-                "fence.acq_rel.sys; mov.b32 $0, $1;", "=r,r", [seen], dtype=tl.int32, is_pure=False, pack=1
-            )
+        seen = awaited(done, number, FENCE)
         arrived = inside & (seen + 0 * cols >= number)
     total = tl.zeros([COLS], tl.float32)
     for rank in tl.static_range(K):  # unrolled, so that all loads are under way at once

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from foreload.backend.cuda.kernels.hold import awaited
+
 
 @triton.jit
 def top_k(
@@ -163,13 +165,7 @@ def take_plan(
     inside, listed = at < WORDS, it < ITEMS
     if WAIT:
         number = tl.load(current)
-        seen = tl.load(ready, volatile=True)
-        while seen < number:
-            seen = tl.load(ready, volatile=True)
-        if FENCE:  # what is loaded below depends on what comes out of the fence
-            seen = tl.inline_asm_elementwise(
-                "fence.acq_rel.sys; mov.b32 $0, $1;", "=r,r", [seen], dtype=tl.int32, is_pure=False, pack=1
-            )
+        seen = awaited(ready, number, FENCE)
         inside, listed = inside & (seen + 0 * at >= number), listed & (seen + 0 * it >= number)
     tl.store(items_here + it, tl.load(items + it, mask=listed, other=0, volatile=True), mask=listed)
     tl.store(on_host_here + it, tl.load(on_host + it, mask=listed, other=0, volatile=True), mask=listed)
