@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.beside import PROFILE, Beside, Cell, costs_of, provenance, row, simulate_rows
+from benchmarks.beside import PROFILE, Beside, Cell, costs_of, provenance, row, simulate_rows, simulator_ready
 from benchmarks.opened import add_engine_flags, opened
 from benchmarks.tuned_grid import FIRST, TOKENS, Budget, Inputs, prepare
 from benchmarks.workloads import Workload
@@ -126,7 +126,8 @@ def _measure_link(
         found["rows"] = known + now
         found["regret"] = regrets(found)
         write_json(out / FILE, found)
-    simulate_rows(now, [workload], costs, until + 10)
+    if simulator_ready():
+        simulate_rows(now, [workload], costs, until + 10)
 
 
 def cells(of: Mapping[str, Any], workload: str, context: int) -> tuple[list[Cell], list[Cell]]:

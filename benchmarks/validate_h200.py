@@ -143,6 +143,11 @@ def predicted_cells(
     return cells, refused
 
 
+def unpredicted(chosen: Sequence[Trial]) -> tuple[list[Cell], list[str]]:
+    """The same before anything is simulated."""
+    return [Cell(trial, None) for trial in chosen], []
+
+
 def rows(
     cells: Sequence[Cell], profile: HardwareProfile, expert_bytes: int, spread_of: int = 1
 ) -> list[dict[str, Any]]:
@@ -174,9 +179,7 @@ def validate(
     trace, profile = routing_of(routing), profile_of(engine, out)
     costs, works = CostModel(profile, engine.shape, replayed=True), works_of(trace, engine.shape, wanted)
     begun, chosen = time.monotonic(), fitting(engine, trials(costs.cpu_threads or (1,)))
-    cells, refused = (
-        predicted_cells(chosen, works, costs) if simulate else ([Cell(trial, None) for trial in chosen], [])
-    )
+    cells, refused = predicted_cells(chosen, works, costs) if simulate else unpredicted(chosen)
     found: dict[str, Any] = {
         "model": engine.checkpoint.name,
         "path": engine.path,
@@ -211,6 +214,12 @@ def kept(cell: Cell) -> dict[str, Any]:
     }
 
 
+def measured(one: Mapping[str, Any]) -> Cell:
+    """The cell of which that was `kept`."""
+    runs = [Run(run["step_ns"], run["emitted"], np.array(run["counters"])) for run in one["runs"]]
+    return Cell(Trial(Settings.parse(one["settings"]), one["warmed"]), None, runs)
+
+
 def predict_measured(out: Path, shape: ModelShape, trace: Trace) -> dict[str, Any]:
     """Predict what `validate` has measured, from the profile beside it; writes the rows, returns the summary."""
     found = read_mapping(out / f"{NAME}-summary.json", "summary")
@@ -218,10 +227,7 @@ def predict_measured(out: Path, shape: ModelShape, trace: Trace) -> dict[str, An
     if found["profile_hash"] != profile.digest:
         raise MismatchError(f"{out / PROFILE}: hash {profile.digest}, measured beside {found['profile_hash']}")
     costs, works = CostModel(profile, shape, replayed=True), works_of(trace, shape, wanted)
-    cells = []
-    for one in json.loads((out / f"{NAME}-runs.json").read_text()):
-        runs = [Run(run["step_ns"], run["emitted"], np.array(run["counters"])) for run in one["runs"]]
-        cells.append(Cell(Trial(Settings.parse(one["settings"]), one["warmed"]), None, runs))
+    cells = [measured(one) for one in json.loads((out / f"{NAME}-runs.json").read_text())]
     predicted, found["refused"] = predicted_cells([cell.trial for cell in cells], works, costs)
     known = {cell.trial.describe(): cell.predicted for cell in predicted}
     for cell in cells:
@@ -231,11 +237,11 @@ def predict_measured(out: Path, shape: ModelShape, trace: Trace) -> dict[str, An
 
 
 def _write(out: Path, found: dict[str, Any], cells: Sequence[Cell], profile: HardwareProfile, size: int) -> None:
-    measured = [cell for cell in cells if cell.runs and cell.predicted]
-    write_json(out / f"{NAME}.json", rows(measured, profile, size))
-    if measured:
-        table = compare([compared(cell, size) for cell in measured])
-        table["settings"] = [cell.trial.describe() for cell in measured]
+    told = [cell for cell in cells if cell.runs and cell.predicted]
+    write_json(out / f"{NAME}.json", rows(told, profile, size))
+    if told:
+        table = compare([compared(cell, size) for cell in told])
+        table["settings"] = [cell.trial.describe() for cell in told]
         found["summary"] = summarise(table).as_dict()
     write_json(out / f"{NAME}-summary.json", found)
 

@@ -2,18 +2,21 @@
 
     python -m benchmarks.whatif_h200 --out DIR [--model shape:qwen3-30b-a3b] [--trace FILE] [--device cuda]
         [--profile FILE] [--minutes 2]
+    python -m benchmarks.whatif_h200 --out DIR --predict [--model ...] [--trace FILE]
 
 The engine's link is made to look slower (26 and 12 GB/s: `Engine.throttle`), its CPU experts get 4 and 8 threads. Each
-machine is predicted as `simulate --link` and `--cpu-scale` would, before anything is measured: `--cpu-scale` is how
-fast the profiled CPU experts are on so many threads, of what they are on the most. Writes DIR/whatif-h200.json.
+machine is predicted as `simulate --link` and `--cpu-scale` would, of the profile and the routing alone: `--cpu-scale`
+is how fast the profiled CPU experts are on so many threads, of what they are on the most. Writes
+DIR/whatif-h200-runs.json, every repeat, and DIR/whatif-h200.json; where predicting would take compiling, it is done
+afterwards from what DIR holds (--predict).
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -21,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.beside import PROFILE
+from benchmarks.beside import PROFILE, simulator_ready
 from benchmarks.decode import workload as made_up
 from benchmarks.replayed import Bench, Lengths, Trial, Workload, predict, shown
 from benchmarks.validate_h200 import (
@@ -30,17 +33,21 @@ from benchmarks.validate_h200 import (
     Wanted,
     compared,
     fitting,
+    kept,
+    measured,
     predicted_cells,
     profile_of,
     routing_of,
+    unpredicted,
     works_of,
 )
 from foreload.backend.engine import Engine, EngineOptions
 from foreload.backend.models.checkpoint import Checkpoint
-from foreload.errors import ForeloadError
-from foreload.files import write_json
+from foreload.errors import ForeloadError, MismatchError
+from foreload.files import read_mapping, write_json
 from foreload.profiler.schema import HardwareProfile
 from foreload.settings import Settings
+from foreload.shape import ModelShape
 from foreload.simulator.costs import CostModel
 from foreload.simulator.machines import assume
 from foreload.simulator.validation import compare, summarise
@@ -100,24 +107,33 @@ class Machine:
 
 
 def machines(
-    engine: Engine, profile: HardwareProfile, works: Mapping[int, Workload], rates: Sequence[float]
+    shape: ModelShape,
+    profile: HardwareProfile,
+    works: Mapping[int, Workload],
+    rates: Sequence[float],
+    fit: Callable[[Sequence[Trial]], list[Trial]],
+    simulate: bool,
 ) -> list[Machine]:
-    """The slower links and the fewer threads, with everything predicted; rates in GB/s."""
-    costs = CostModel(profile, engine.shape, replayed=True)
+    """The slower links and the fewer threads, with everything predicted if `simulate`; rates in GB/s."""
+    costs = CostModel(profile, shape, replayed=True)
     most = max(costs.cpu_threads, default=1)
     found = []
     for rate in rates:
         link = int(rate * 1e9)
-        other = CostModel(assume(profile, link, None, None).profile, engine.shape, replayed=True)
-        cells, refused = predicted_cells(fitting(engine, _trials(OF_LINK, most)), works, other)
+        other = CostModel(assume(profile, link, None, None).profile, shape, replayed=True)
+        chosen = fit(_trials(OF_LINK, most))
+        cells, refused = predicted_cells(chosen, works, other) if simulate else unpredicted(chosen)
         found.append(Machine(f"link {rate:g} GB/s", {"link_gb_per_s": rate}, cells, refused, link))
     for threads in sorted({n for n in THREADS if n in costs.cpu_threads} or set(costs.cpu_threads[:1]), reverse=True):
         scale = cpu_scale(costs, threads, most)
-        other = CostModel(assume(profile, None, scale, None).profile, engine.shape, replayed=True)
-        cells, refused = predicted_cells(fitting(engine, _trials(OF_CPU, most)), works, other)
+        other = CostModel(assume(profile, None, scale, None).profile, shape, replayed=True)
+        chosen = fit(_trials(OF_CPU, most))
+        cells, refused = predicted_cells(chosen, works, other) if simulate else unpredicted(chosen)
         direct = {}
         for cell in cells:  # the same settings on the threads themselves, as the engine will run them
             cell.trial = Trial(cell.trial.settings.changed(cpu_threads=threads))
+            if not simulate:
+                continue
             own = predict(works[cell.trial.settings.draft.gamma], costs.fresh(), cell.trial)
             direct[cell.trial.describe()] = own.figures.tpot_ns / 1e6
         found.append(Machine(f"CPU {threads} threads", {"cpu_scale": scale}, cells, refused, None, direct))
@@ -167,12 +183,17 @@ def followed_us(engine: Engine) -> list[float]:
 
 
 def check(
-    engine: Engine, routing: Mapping[str, Trace], out: Path, wanted: Wanted, rates: Sequence[float]
+    engine: Engine,
+    routing: Mapping[str, Trace],
+    out: Path,
+    wanted: Wanted,
+    rates: Sequence[float],
+    simulate: bool = True,
 ) -> dict[str, Any]:
-    """Predict all machines, measure them by turns, write; returns what was written."""
+    """Predict all machines (if `simulate`), measure them by turns, write; returns what was written."""
     trace, profile = routing_of(routing), profile_of(engine, out)
     works = works_of(trace, engine.shape, wanted)
-    played = machines(engine, profile, works, rates)
+    played = machines(engine.shape, profile, works, rates, lambda chosen: fitting(engine, chosen), simulate)
     bench = Played(engine, profile, works, wanted.until)
     found: dict[str, Any] = {
         "model": engine.checkpoint.name,
@@ -180,7 +201,9 @@ def check(
         "routing": f"{trace.meta.model}: {trace.meta.source}",
         "machine": profile.meta.machine,
         "profile_hash": profile.digest,
+        "context": wanted.context,
         "lengths": vars(wanted.lengths),
+        "rates_gb_per_s": list(rates),
         "left_out": bench.left_out,
     }
     for number in range(wanted.rounds):
@@ -190,14 +213,35 @@ def check(
             bench.turn(machine, number, now + share)
             found["machines"] = [described(one, profile, engine.expert_bytes) for one in played]
             write_json(out / f"{NAME}.json", found)
+            runs = {one.name: {"copies_us": one.copies_us, "cells": list(map(kept, one.cells))} for one in played}
+            write_json(out / f"{NAME}-runs.json", runs)
         if time.monotonic() > wanted.until:
             break
     return found
 
 
+def predict_measured(out: Path, shape: ModelShape, trace: Trace) -> dict[str, Any]:
+    """Predict what `check` has measured, from the profile beside it; returns what was written."""
+    found, runs = read_mapping(out / f"{NAME}.json", "results"), read_mapping(out / f"{NAME}-runs.json", "runs")
+    profile, lengths = HardwareProfile.load(out / PROFILE), Lengths(**found["lengths"])
+    if found["profile_hash"] != profile.digest:
+        raise MismatchError(f"{out / PROFILE}: hash {profile.digest}, measured beside {found['profile_hash']}")
+    works = works_of(trace, shape, Wanted(lengths, found["context"]))
+    played = machines(shape, profile, works, found["rates_gb_per_s"], list, True)
+    for machine in played:
+        of = runs[machine.name]
+        machine.copies_us = of["copies_us"]
+        known = {cell.trial.describe(): cell.runs for cell in map(measured, of["cells"])}
+        for cell in machine.cells:
+            cell.runs = known.get(cell.trial.describe(), [])
+    found["machines"] = [described(one, profile, profile.meta.expert_bytes) for one in played]
+    write_json(out / f"{NAME}.json", found)
+    return found
+
+
 def described(machine: Machine, profile: HardwareProfile, expert_bytes: int) -> dict[str, Any]:
     """One machine: what was assumed, what copies really took, rows, and errors over them."""
-    cells = [cell for cell in machine.cells if cell.runs]
+    cells = [cell for cell in machine.cells if cell.runs and cell.predicted]
     found: dict[str, Any] = {"name": machine.name, "assumed": machine.flags, "refused": machine.refused, "rows": []}
     if machine.copies_us and machine.link_bytes_per_s is not None:
         found["copies_us_p50"] = median(machine.copies_us)
@@ -217,7 +261,8 @@ def described(machine: Machine, profile: HardwareProfile, expert_bytes: int) -> 
 
 def on_engine(engine: Engine, routing: Mapping[str, Trace], until: float, out: Path) -> dict[str, Any]:
     """All machines on an open engine, twice if there is time."""
-    return check(engine, routing, out, Wanted(LENGTHS, rounds=2, until=until), LINKS_GB_PER_S)
+    wanted = Wanted(LENGTHS, rounds=2, until=until)
+    return check(engine, routing, out, wanted, LINKS_GB_PER_S, simulator_ready())
 
 
 def main(args: Sequence[str] | None = None, checkpoint: Checkpoint | None = None) -> dict[str, Any]:
@@ -230,16 +275,21 @@ def main(args: Sequence[str] | None = None, checkpoint: Checkpoint | None = None
     parser.add_argument("--links", default="26,12", help="GB/s")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--predict", action="store_true", help="what DIR holds; nothing is measured")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args(args)
     if given.profile is not None:
         HardwareProfile.load(given.profile).save(given.out / PROFILE)
     model = checkpoint or Checkpoint.open(given.model)
-    options = EngineOptions(device=given.device, context_tokens=given.context + 256)
     trace = made_up(model.shape, 128) if given.trace is None else read_trace(given.trace)
-    wanted = Wanted(LENGTHS, given.context, 2, time.monotonic() + 60 * given.minutes)
-    with Engine(model, options, Settings(cache_ratio=0.0)) as engine:
-        found = check(engine, {"routing": trace}, given.out, wanted, [float(text) for text in given.links.split(",")])
+    wanted, rates = Wanted(LENGTHS, given.context, 2), [float(text) for text in given.links.split(",")]
+    if given.predict:
+        found = predict_measured(given.out, model.shape, trace)
+    else:
+        options = EngineOptions(device=given.device, context_tokens=given.context + 256)
+        with Engine(model, options, Settings(cache_ratio=0.0)) as engine:
+            until = time.monotonic() + 60 * given.minutes
+            found = check(engine, {"routing": trace}, given.out, replace(wanted, until=until), rates)
     for machine in found["machines"]:
         summary = machine.get("summary", {})
         print(machine["name"], {k: summary.get(k) for k in ("p50_error_pct", "worst_error_pct", "regret_pct")})

@@ -145,5 +145,10 @@ def test_machines_that_are_played(tmp_path: Path) -> None:
     for machine in links:
         assert 0 < machine["link_gb_per_s_reached"] <= 1.5 * machine["assumed"]["link_gb_per_s"]
         assert all(row["sources"]["copy"] == "assumed" for row in machine["rows"])
+    later = whatif_h200.predict_measured(tmp_path, model.shape, trace)
+    assert len(json.loads((tmp_path / "whatif-h200.json").read_text())["machines"]) == len(later["machines"])
+    for one, other in zip(later["machines"], found["machines"], strict=True):
+        assert [row["predicted_tpot_ms"] for row in one["rows"]] == [row["predicted_tpot_ms"] for row in other["rows"]]
+        assert one["summary"] == other["summary"]
     (cpu,) = [m for m in found["machines"] if "cpu_scale" in m["assumed"]]
     assert all(row["predicted_direct_ms"] > 0 for row in cpu["rows"])
