@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from statistics import median
 
 from foreload.backend.native.pool import SPIN_US
-from foreload.profiler.graph_bench import Asked, GraphBench, LayerTimes
+from foreload.profiler.graph_bench import Asked, GraphBench, LayerTimes, StepTimes
 from foreload.profiler.probes import Effort, thread_counts
 from foreload.profiler.schema import Measurement
 from foreload.profiler.stats import in_time, summarise
@@ -80,6 +81,8 @@ def beside_copies(bench: GraphBench, effort: Effort, threads: int) -> Iterator[M
     half = len(stage.absent) // 2
     mine, others, most = stage.absent[:half], stage.absent[half:], min(bench.shape.top_k, half)
     found: dict[int, list[float]] = {count: [] for count in range(1, most + 1)}
+    copies: list[float] = []
+    bench.engine.copies.spans = []
     for turn in in_time(effort.rounds * most, effort.seconds * 2):
         counts = in_runs(layers, most, turn)
         step = bench.step(
@@ -92,14 +95,29 @@ def beside_copies(bench: GraphBench, effort: Effort, threads: int) -> Iterator[M
         for layer, count in enumerate(counts if turn else []):
             if layer:  # nothing is prefetched before the first
                 found[count].append(computed_us(step.layers[layer]))
+        copies += followed_us(step) if turn else []
+    bench.engine.copies.spans = None
     for count, samples in found.items():
         if samples:
             yield summarise("experts_cpu_beside_copy", samples, experts=count, threads=threads)
+    yield summarise("copy_beside_cpu", copies or _copies_us(bench, effort, threads), threads=threads)
+
+
+def followed_us(step: StepTimes) -> list[float]:
+    """Copies of a step that followed each other while the CPU was computing, from landing to landing."""
+    landed = sorted((copy.landed_ns, copy.issued_ns) for times in step.layers for copy in times.copies)
+    busy = [(times.planned_ns, times.planned_ns + 1e3 * computed_us(times)) for times in step.layers]
+    pairs = [(a, b) for (a, _), (b, issued) in pairwise(landed) if issued < a]
+    return [(b - a) / 1e3 for a, b in pairs if any(begun < a and b < ended for begun, ended in busy)]
+
+
+def _copies_us(bench: GraphBench, effort: Effort, threads: int) -> list[float]:
+    """The same where steps are too short for two copies: copies while the CPU is kept busy apart from steps."""
     stage, k = bench.stage("fetch", threads), bench.shape.top_k
     bench.engine.cpu.resize(threads)
     copies: list[float] = []
     for turn in in_time(effort.rounds, effort.seconds):
         mine = bench.pick(stage.absent, min(k, len(stage.absent)), turn)
-        copies += bench.copy_times(turn % layers, mine, stage.absent, min(k, threads), submissions=3)
+        copies += bench.copy_times(turn % bench.shape.n_moe_layers, mine, stage.absent, min(k, threads), submissions=3)
     bench.engine.cpu.resize(0)
-    yield summarise("copy_beside_cpu", copies, threads=threads)
+    return copies

@@ -39,7 +39,7 @@ def resident_windows(bench: GraphBench, effort: Effort) -> Iterator[Measurement]
                 turns = [step.turn_us(layer) - latency for layer in range(layers - 1)]
                 groups.setdefault(group, []).extend(turns)
         # Steps are what counts: where graphs have waited for their launches above, they did not here.
-        enter = min([median(each), *(median(turns) for turns in groups.values() if turns)])
+        enter = max(0.0, min([median(each), *(median(turns) for turns in groups.values() if turns)]))
         yield summarise_device("window_attention", [0.0], [min(us, enter) for us in each], tokens=rows)
         groups = {group: [max(0.0, us - enter) for us in turns] for group, turns in groups.items()}
         for (experts, tokens), samples in sorted(groups.items()):

@@ -13,13 +13,15 @@ from tiny_models import save_calibration, save_tiny
 
 from foreload.backend.cuda.forward import FastForward
 from foreload.backend.engine import Engine, EngineOptions
+from foreload.backend.experts.transfer import CopySpan
 from foreload.backend.made_up import recording
 from foreload.backend.models.checkpoint import Checkpoint
 from foreload.backend.policy import Counter
 from foreload.backend.policy.state import DECODE, KEPT
 from foreload.backend.predict import PREDICTORS
 from foreload.profiler import probes
-from foreload.profiler.graph_bench import Asked, GraphBench, demand_at
+from foreload.profiler.graph_bench import Asked, GraphBench, LayerTimes, StepTimes, demand_at
+from foreload.profiler.graph_cpu import followed_us
 from foreload.profiler.probes import thread_counts
 from foreload.profiler.run import bench_settings, profile
 from foreload.profiler.schema import HardwareProfile
@@ -151,3 +153,15 @@ def test_places_are_those_of_the_first_ranks() -> None:
     assert found.experts.tolist() == [2, 5, 7]
     assert found.counts.tolist() == [2, 1, 1]
     assert found.places.tolist() == [1, 4, 0, 5]
+
+
+@pytest.mark.unit
+def test_copies_beside_the_cpu_are_those_that_followed_each_other() -> None:
+    def copy(issued: int, landed: int) -> CopySpan:
+        return CopySpan(0, 1, issued, landed)
+
+    busy = LayerTimes(
+        {"submit": 1.0, "wait_cpu": 99.0}, planned_ns=1_000, copies=[copy(0, 20_000), copy(5_000, 50_000)]
+    )
+    late = LayerTimes({"wait_cpu": 10.0}, planned_ns=200_000, copies=[copy(60_000, 90_000), copy(95_000, 150_000)])
+    assert followed_us(StepTimes([busy, late], 0, 0, 0, 0)) == [30.0]
