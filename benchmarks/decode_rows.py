@@ -66,27 +66,31 @@ def measure_rates(engine: Engine) -> Rates:
         stage = bench.stage("fetch", threads)
         absent = stage.absent[: min(k, len(stage.absent))]
         layers = engine.shape.n_moe_layers
+        in_steps = isinstance(engine.forward, FastForward)
         link = size * 1e6 / median(t for at in range(16) for t in bench.copy_times(at % layers, absent, []))
         engine.cpu.resize(threads)
-        alone = {n: _cpu_ns(engine, bench, n, 1) for n in _counts(k)}
-        more = _cpu_ns(engine, bench, k, 9)
-        copied: list[float] = []
-        beside = {}
-        for n in _counts(k):
-            engine.cpu.spans = []
-            for at in range(4):
-                copied += bench.copy_times(at % layers, absent, list(range(engine.shape.experts)), n)
-            company = [done - begun for _, _, begun, done in engine.cpu.spans]  # none where copies were over first
-            beside[n] = round(median(company or [alone[n]]))
+        token_ns = max(0, _cpu_ns(engine, bench, k, 9) - _cpu_ns(engine, bench, k, 1)) // (8 * k)
+        apart = None if in_steps else _apart(engine, bench, absent)
     finally:
         engine.cpu.spans = None
         bench.close()
-    token_ns = max(0, more - alone[k]) // (8 * k)
-    link_beside_us = median(copied)
-    if isinstance(engine.forward, FastForward):
-        alone, beside, link_beside_us = _in_steps(engine, threads)
+    alone, beside, link_beside_us = apart or _in_steps(engine, threads)
     cpu = (size * k * 1e9 / found[k] for found in (alone, beside))
     return Rates(link, next(cpu), size * 1e6 / link_beside_us, next(cpu), _device_rate(engine), beside, token_ns)
+
+
+def _apart(engine: Engine, bench: Bench, absent: list[int]) -> tuple[dict[int, int], dict[int, int], float]:
+    """As `_in_steps`, where steps are no graphs: submissions and copies that no step is around."""
+    shape, copied = engine.shape, list[float]()
+    alone = {n: _cpu_ns(engine, bench, n, 1) for n in _counts(shape.top_k)}
+    beside = {}
+    for n in alone:
+        engine.cpu.spans = []
+        for at in range(4):
+            copied += bench.copy_times(at % shape.n_moe_layers, absent, list(range(shape.experts)), n)
+        company = [done - begun for _, _, begun, done in engine.cpu.spans]  # none where copies were over first
+        beside[n] = round(median(company or [alone[n]]))
+    return alone, beside, median(copied)
 
 
 def _in_steps(engine: Engine, threads: int) -> tuple[dict[int, int], dict[int, int], float]:

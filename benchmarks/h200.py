@@ -63,8 +63,6 @@ SHARED: dict[str, Shared] = {
     "spac": spac_h200.on_engine,
     "whatif": whatif_h200.on_engine,
 }
-SIMULATED = {"tuned"}
-"""Parts that simulate before they measure, if nothing was prepared; others do so afterwards."""
 
 
 def kernels(given: argparse.Namespace, left_s: float) -> dict[str, Any]:
@@ -175,8 +173,8 @@ def main(args: Sequence[str] | None = None, checkpoint: Checkpoint | None = None
         "software": software(),
     }
     bench, chosen = Bench(given, checkpoint), parts(given.parts)
-    prepared = (given.out / tuned_h200.PREPARED).exists()
-    simulated = given.device == "cuda" and not prepared and any(name in SIMULATED for name, _ in chosen)
+    tunes = "tuned" in dict(chosen) and not (given.out / tuned_h200.PREPARED).exists()
+    simulated = given.device == "cuda" and tunes  # the other parts are simulated afterwards
     compiling = in_background() if simulated else None
     for name, seconds in chosen:
         if name in SHARED and "opened_s" not in found:

@@ -220,13 +220,21 @@ def measured(one: Mapping[str, Any]) -> Cell:
     return Cell(Trial(Settings.parse(one["settings"]), one["warmed"]), None, runs)
 
 
+def measured_with(
+    out: Path, found: Mapping[str, Any], shape: ModelShape, trace: Trace
+) -> tuple[HardwareProfile, dict[int, Workload]]:
+    """The profile beside what was measured, and what was replayed; MismatchError if it is another profile."""
+    profile = HardwareProfile.load(out / PROFILE)
+    if found["profile_hash"] != profile.digest:
+        raise MismatchError(f"{out / PROFILE}: hash {profile.digest}, measured beside {found['profile_hash']}")
+    return profile, works_of(trace, shape, Wanted(Lengths(**found["lengths"]), found["context"]))
+
+
 def predict_measured(out: Path, shape: ModelShape, trace: Trace) -> dict[str, Any]:
     """Predict what `validate` has measured, from the profile beside it; writes the rows, returns the summary."""
     found = read_mapping(out / f"{NAME}-summary.json", "summary")
-    profile, wanted = HardwareProfile.load(out / PROFILE), Wanted(Lengths(**found["lengths"]), found["context"])
-    if found["profile_hash"] != profile.digest:
-        raise MismatchError(f"{out / PROFILE}: hash {profile.digest}, measured beside {found['profile_hash']}")
-    costs, works = CostModel(profile, shape, replayed=True), works_of(trace, shape, wanted)
+    profile, works = measured_with(out, found, shape, trace)
+    costs = CostModel(profile, shape, replayed=True)
     cells = [measured(one) for one in json.loads((out / f"{NAME}-runs.json").read_text())]
     predicted, found["refused"] = predicted_cells([cell.trial for cell in cells], works, costs)
     known = {cell.trial.describe(): cell.predicted for cell in predicted}

@@ -17,7 +17,6 @@ import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,6 +34,7 @@ from benchmarks.validate_h200 import (
     fitting,
     kept,
     measured,
+    measured_with,
     predicted_cells,
     profile_of,
     routing_of,
@@ -42,8 +42,9 @@ from benchmarks.validate_h200 import (
     works_of,
 )
 from foreload.backend.engine import Engine, EngineOptions
+from foreload.backend.experts.transfer import followed
 from foreload.backend.models.checkpoint import Checkpoint
-from foreload.errors import ForeloadError, MismatchError
+from foreload.errors import ForeloadError
 from foreload.files import read_mapping, write_json
 from foreload.profiler.schema import HardwareProfile
 from foreload.settings import Settings
@@ -178,8 +179,7 @@ class Played:
 
 def followed_us(engine: Engine) -> list[float]:
     """Microseconds between arrivals of copies that were issued before the one ahead of them had arrived."""
-    spans = sorted(engine.copies.spans or [], key=lambda span: span.landed_ns)
-    return [(b.landed_ns - a.landed_ns) / 1e3 for a, b in pairwise(spans) if b.issued_ns < a.landed_ns]
+    return [(b - a) / 1e3 for a, b in followed(engine.copies.spans or [])]
 
 
 def check(
@@ -223,10 +223,7 @@ def check(
 def predict_measured(out: Path, shape: ModelShape, trace: Trace) -> dict[str, Any]:
     """Predict what `check` has measured, from the profile beside it; returns what was written."""
     found, runs = read_mapping(out / f"{NAME}.json", "results"), read_mapping(out / f"{NAME}-runs.json", "runs")
-    profile, lengths = HardwareProfile.load(out / PROFILE), Lengths(**found["lengths"])
-    if found["profile_hash"] != profile.digest:
-        raise MismatchError(f"{out / PROFILE}: hash {profile.digest}, measured beside {found['profile_hash']}")
-    works = works_of(trace, shape, Wanted(lengths, found["context"]))
+    profile, works = measured_with(out, found, shape, trace)
     played = machines(shape, profile, works, found["rates_gb_per_s"], list, True)
     for machine in played:
         of = runs[machine.name]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
 from statistics import median
 
+from foreload.backend.experts.transfer import followed
 from foreload.backend.native.pool import SPIN_US
 from foreload.profiler.graph_bench import Asked, GraphBench, LayerTimes, StepTimes
 from foreload.profiler.probes import Effort, thread_counts
@@ -105,9 +105,8 @@ def beside_copies(bench: GraphBench, effort: Effort, threads: int) -> Iterator[M
 
 def followed_us(step: StepTimes) -> list[float]:
     """Copies of a step that followed each other while the CPU was computing, from landing to landing."""
-    landed = sorted((copy.landed_ns, copy.issued_ns) for times in step.layers for copy in times.copies)
+    pairs = followed(copy for times in step.layers for copy in times.copies)
     busy = [(times.planned_ns, times.planned_ns + 1e3 * computed_us(times)) for times in step.layers]
-    pairs = [(a, b) for (a, _), (b, issued) in pairwise(landed) if issued < a]
     return [(b - a) / 1e3 for a, b in pairs if any(begun < a and b < ended for begun, ended in busy)]
 
 

@@ -251,14 +251,15 @@ class FastForward(Forward):
         program = self._program(n)
         self.marks.start()
         self._give(token_ids, position)
-        slots = self._whole() if log is None and self.shadow is None else None
+        watched = program.pieces.behaviour.watched
+        slots = None if watched else self._whole()
         if slots is not None:
             self._show(slots)
         self._issuer.drive(True, self.home)
         try:
             self._issuer.launch(program.enter[0] if slots is None else program.whole, self._parts.stream())
             self.marks.mark("embed")
-            if log is None and self.shadow is None and not (self._poisoned is not None and slots is None):
+            if slots is not None or not (watched or self._poisoned is not None):
                 self._layers(program, 0, self._shape.n_moe_layers, whole=slots is not None)
             else:
                 for at in range(self._shape.n_moe_layers):

@@ -24,6 +24,8 @@ RUNTIME = (
     "cudaGraphInstantiate", "cudaGraphExecDestroy", "cudaGraphLaunch", "cudaGetLastError",
 )  # fmt: skip
 """The runtime's functions that the library calls, in the order of `fc_runtime`."""
+CALLED = ("now", "told", "ready", "serve", "lock", "unlock", "run", "wait_landed", "computed")
+"""The library's functions that a compiled step calls (`Native`)."""
 
 
 def _pointers(*names: str) -> list[tuple[str, Any]]:
@@ -57,8 +59,8 @@ class CStep(ctypes.Structure):
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "fc_open": (ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int]),
     "fc_close": (None, [ctypes.c_void_p]),
-    "fc_lock": (None, [ctypes.c_void_p]),
-    "fc_unlock": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_int]),
+    "fc_lock": (ctypes.c_int64, [ctypes.c_void_p]),
+    "fc_unlock": (ctypes.c_int64, [ctypes.c_void_p, ctypes.c_int64]),
     "fc_bind": (ctypes.c_int, [ctypes.c_void_p, ctypes.POINTER(CBrain), ctypes.POINTER(CMemory)]),
     "fc_phase": (None, [ctypes.c_void_p, ctypes.c_int64]),
     "fc_delays": (None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64]),
@@ -67,7 +69,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "fc_spans": (ctypes.c_int64, [ctypes.c_void_p, ctypes.POINTER(ctypes.POINTER(ctypes.c_int64))]),
     "fc_settle": (ctypes.c_int, [ctypes.c_void_p]),
     "fc_take_ready": (ctypes.c_int64, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]),
-    "fc_wait_landed": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]),
+    "fc_wait_landed": (ctypes.c_int64, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]),
     "fc_when_landed": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]),
     "fc_slot_used": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]),
     "fc_instantiate": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)]),
@@ -78,7 +80,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64],
     ),
     "fc_drive": (ctypes.c_int64, [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]),
-    "fc_run": (ctypes.c_int, [ctypes.c_void_p, ctypes.POINTER(CStep)]),
+    "fc_run": (ctypes.c_int64, [ctypes.c_void_p, ctypes.POINTER(CStep)]),
 }
 
 
@@ -109,15 +111,6 @@ class Blocks:
     targets: NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class LateExperts:
-    """What a layer-step waits for: keys, and of each the first item and the items in the plan's list; int64 [late]."""
-
-    keys: NDArray[np.int64]
-    firsts: NDArray[np.int64]
-    counts: NDArray[np.int64]
-
-
 class Issuer:
     """One link: its copy stream, its thread, and launches on compute streams. InternalError names a CUDA error."""
 
@@ -130,6 +123,8 @@ class Issuer:
         self._link = library.fc_open(ctypes.addressof(self._functions), device, spins, threaded)
         if not self._link:
             raise InternalError("CUDA gave no stream for copies")
+        called = {name: getattr(library, f"fc_{name}") for name in CALLED} | {"submit": library.fl_submit}
+        self._addresses = {name: ctypes.cast(call, ctypes.c_void_p).value or 0 for name, call in called.items()}
         self._kept: tuple[Any, ...] = ()  # what the library points to
         self._delays: Any = None
 
@@ -231,11 +226,7 @@ class Issuer:
 
     def native(self, pool: int, stream: int) -> Native:
         """What a compiled step calls: workers of CPU experts (0: none) and the compute stream beside this link."""
-        names = {"now", "told", "ready", "serve", "take", "let", "issue", "landed", "computed"}
-        found = {name: getattr(self._library, f"fc_{name}") for name in names}
-        found["submit"] = self._library.fl_submit
-        addresses = {name: ctypes.cast(function, ctypes.c_void_p).value or 0 for name, function in found.items()}
-        return Native(**addresses, link=self._link, pool=pool, stream=stream)
+        return Native(**self._addresses, link=self._link, pool=pool, stream=stream)
 
     def run(self, step: CStep) -> None:
         """Run a layer-step's experts."""

@@ -15,6 +15,7 @@ from numba.extending import intrinsic as numba_intrinsic
 from numpy.typing import NDArray
 
 from foreload.backend import policy
+from foreload.backend.cuda.kernels.ops import TAG
 from foreload.backend.cuda.plan import merge_told, sort_demand, write_plan
 from foreload.backend.policy.rules import Rules
 from foreload.backend.policy.split import SplitCosts
@@ -39,7 +40,6 @@ NO_TICKET = -9
 
 DONE, UNTOLD, NO_SLOT, FAILED = 0, 1, 2, 3
 """`Host.outcome`: all layers are done; a layer did not tell in time; the demand found no staging slot; CUDA's error."""
-TAG = 0x7FFF
 
 
 class Native(NamedTuple):
@@ -49,10 +49,10 @@ class Native(NamedTuple):
     told: int
     ready: int
     serve: int
-    take: int
-    let: int
-    issue: int
-    landed: int
+    lock: int
+    unlock: int
+    run: int
+    wait_landed: int
     submit: int
     computed: int
     link: int
@@ -228,7 +228,7 @@ def _launch(n: Native, g: Graphs, h: Host, at: int, n_used: int, n_late: int) ->
     """Launch what waits for copies, and behind it what enters the next layer; the error."""
     h.step[0], h.step[1], h.step[2] = n.stream, g.planned[at], g.waves[at].ctypes.data
     h.step[7], h.step[9], h.step[10] = n_late, n_used, g.enter[at + 1]
-    error: int = _call(n.issue, (n.link, h.step.ctypes.data))
+    error: int = _call(n.run, (n.link, h.step.ctypes.data))
     return error
 
 
@@ -253,14 +253,14 @@ def run_layers(
             return _stopped(n, h, step, at, UNTOLD, 0)
         distinct, items = _choose(h, c, step, at)
         experts, counts, actions = h.experts[:distinct], h.counts[:distinct], h.actions[:distinct]
-        _call(n.take, (n.link,))
+        _call(n.lock, (n.link,))
         room = demand(state, rules, at, experts, counts, costs, actions)
         if step.whole:
             finish(state, rules, at, experts, actions, costs)
         else:
             for ahead in range(depth):
                 _prefetch(h, c, step, state, rules, at, ahead)
-        _call(n.let, (n.link,))
+        _call(n.unlock, (n.link, 0))
         if not room:
             return _stopped(n, h, step, at, NO_SLOT, 0)
         if step.whole:
@@ -286,11 +286,11 @@ def run_layers(
             _call(n.ready, (h.done[at:].ctypes.data, step.number))
             t[ENTERED] = _call(n.now, (0,))
         if step.ends:
-            error = error or _call(n.landed, (n.link, h.late.ctypes.data, n_late))
-            _call(n.take, (n.link,))
+            error = error or _call(n.wait_landed, (n.link, h.late.ctypes.data, n_late))
+            _call(n.lock, (n.link,))
             finish(state, rules, at, experts, actions, costs)
-            _call(n.let, (n.link,))
-            error = error or _call(n.serve, (n.link,))
+            let_go = _call(n.unlock, (n.link, 1))
+            error = error or let_go
         t[ENDED] = _call(n.now, (0,))
         h.outcome[1] = distinct
         if error or (ticket < 0 and ticket != NO_TICKET):

@@ -6,8 +6,9 @@ import ctypes
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from foreload.backend.experts.link import Link
@@ -30,6 +31,12 @@ class CopySpan:
     purpose: int
     issued_ns: int
     landed_ns: int
+
+
+def followed(spans: Iterable[CopySpan]) -> list[tuple[int, int]]:
+    """When copies landed and when each that was issued before then did behind them, nanoseconds, in order."""
+    ordered = sorted(spans, key=lambda span: span.landed_ns)
+    return [(a.landed_ns, b.landed_ns) for a, b in pairwise(ordered) if b.issued_ns < a.landed_ns]
 
 
 class Copies(ABC):

@@ -202,7 +202,7 @@ void fc_close(fc_link *link) {
     free(link);
 }
 
-void fc_lock(fc_link *link) { pthread_mutex_lock(&link->lock); }
+int64_t fc_lock(fc_link *link) { return pthread_mutex_lock(&link->lock); }
 
 /* Issue what may be issued, and wake the thread to watch over it (lock held). */
 static void kick(fc_link *link) {
@@ -210,7 +210,7 @@ static void kick(fc_link *link) {
     if (link->count && !link->driven) pthread_cond_signal(&link->work);
 }
 
-int fc_unlock(fc_link *link, int kicked) {
+int64_t fc_unlock(fc_link *link, int64_t kicked) {
     if (kicked && link->brain.next) kick(link);
     int error = link->error;
     pthread_mutex_unlock(&link->lock);
@@ -285,7 +285,7 @@ int64_t fc_take_ready(fc_link *link, const int64_t *keys, int64_t n) {
     }
 }
 
-int fc_wait_landed(fc_link *link, const int64_t *keys, int64_t n) {
+int64_t fc_wait_landed(fc_link *link, const int64_t *keys, int64_t n) {
     for (;;) {
         pthread_mutex_lock(&link->lock);
         kick(link);
@@ -352,22 +352,12 @@ int64_t fc_drive(fc_link *link, int64_t on, int64_t home) {
     pthread_mutex_lock(&link->lock);
     link->driven = on != 0;
     stay(link, on ? home : -1);
-    if (!on && link->brain.next) kick(link);
-    int error = link->error;
-    pthread_mutex_unlock(&link->lock);
-    return error;
+    return fc_unlock(link, !on);
 }
 
-int64_t fc_take(fc_link *link) { return pthread_mutex_lock(&link->lock); }
-
-int64_t fc_let(fc_link *link) { return pthread_mutex_unlock(&link->lock); }
-
 int64_t fc_serve(fc_link *link) {
-    pthread_mutex_lock(&link->lock);
-    kick(link);
-    int error = link->error;
-    pthread_mutex_unlock(&link->lock);
-    return error;
+    fc_lock(link);
+    return fc_unlock(link, 1);
 }
 
 /* One look at the link and a short rest, for who waits for something else. */
@@ -394,10 +384,6 @@ int64_t fc_ready(int32_t *word, int64_t number) {
     return 0;
 }
 
-int64_t fc_issue(fc_link *link, const fc_step *step) { return fc_run(link, step); }
-
-int64_t fc_landed(fc_link *link, const int64_t *keys, int64_t n) { return fc_wait_landed(link, keys, n); }
-
 int64_t fc_computed(fc_link *link, fl_pool *pool, int64_t ticket, int64_t span[2]) {
     while (link->spins && !fl_done(pool, ticket)) meanwhile(link);
     fl_wait(pool, ticket, span);
@@ -417,7 +403,7 @@ static int64_t next_late(fc_link *link, const fc_step *step, const uint8_t *take
     }
 }
 
-int fc_run(fc_link *link, const fc_step *step) {
+int64_t fc_run(fc_link *link, const fc_step *step) {
     uint8_t taken[FC_MOST_LATE];
     int32_t late[FC_MOST_LATE]; /* their slots */
     if (step->late > FC_MOST_LATE) return FC_TOO_MANY;

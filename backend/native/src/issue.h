@@ -73,8 +73,8 @@ typedef struct fc_link fc_link;
  * (`threaded` 0) copies advance only when someone lets go of the lock or waits. */
 FC_API fc_link *fc_open(const fc_runtime *rt, int device, int spins, int threaded);
 FC_API void fc_close(fc_link *link); /* copies in flight are waited for */
-FC_API void fc_lock(fc_link *link);
-FC_API int fc_unlock(fc_link *link, int kicked); /* kicked: first issue what may be issued */
+FC_API int64_t fc_lock(fc_link *link);
+FC_API int64_t fc_unlock(fc_link *link, int64_t kicked); /* kicked: first issue what may be issued */
 
 /* With the lock held. fc_bind: nothing may be in flight; what is given must stay until the next call. */
 FC_API int fc_bind(fc_link *link, const fc_brain *brain, const fc_memory *memory);
@@ -87,26 +87,22 @@ FC_API int fc_settle(fc_link *link); /* waits until nothing is in flight */
 
 /* Without the lock. */
 FC_API int64_t fc_take_ready(fc_link *link, const int64_t *keys, int64_t n); /* index, first in link order; -1: error */
-FC_API int fc_wait_landed(fc_link *link, const int64_t *keys, int64_t n);
+FC_API int64_t fc_wait_landed(fc_link *link, const int64_t *keys, int64_t n);
 FC_API int fc_when_landed(fc_link *link, int64_t slot, void *compute);
 FC_API int fc_slot_used(fc_link *link, const int32_t *slots, int64_t n, void *compute); /* lock held */
 FC_API int fc_instantiate(fc_link *link, void *graph, void **exec);
 FC_API void fc_drop_graph(fc_link *link, void *exec);
 FC_API int fc_launch(fc_link *link, void *exec, void *compute);
-FC_API int fc_run(fc_link *link, const fc_step *step);
+FC_API int64_t fc_run(fc_link *link, const fc_step *step);
 
-/* For the decoding thread's compiled loop, which calls by address: all numbers are int64. */
+/* For the decoding thread's compiled loop. It calls these and what gives int64_t above by address: all numbers are. */
 FC_API int64_t fc_now(void); /* nanoseconds of the monotonic clock */
 /* The calling thread serves the link (on), or its own thread does again; `home` >= 0: it stays on that core meanwhile. */
 FC_API int64_t fc_drive(fc_link *link, int64_t on, int64_t home);
-FC_API int64_t fc_take(fc_link *link); /* the lock */
-FC_API int64_t fc_let(fc_link *link);
 FC_API int64_t fc_serve(fc_link *link); /* reports what has landed, issues what may be issued; the error */
 /* Waits until the upper 16 bits of all words are `tag` (1), or the time is over (0). */
 FC_API int64_t fc_told(fc_link *link, const int32_t *words, int64_t n, int64_t tag, int64_t timeout_ns);
 FC_API int64_t fc_ready(int32_t *word, int64_t number); /* stores it behind everything before */
-FC_API int64_t fc_issue(fc_link *link, const fc_step *step); /* `fc_run` */
-FC_API int64_t fc_landed(fc_link *link, const int64_t *keys, int64_t n);
 FC_API int64_t fc_computed(fc_link *link, fl_pool *pool, int64_t ticket, int64_t span[2]); /* waits as `fl_wait` does */
 
 #endif
