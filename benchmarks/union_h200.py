@@ -102,7 +102,7 @@ def measure(
     if costs is not None and simulate and missing:
         tuned |= tune_all(costs, missing, ratios, min(TUNE_S, (until - begun) / 4))
     groups = [plan(engine.shape, one.name, threads, ratios, tuned.get(one.name, {}), context) for one in workloads]
-    beside = Beside(engine, workloads, begun + SHARE * (until - begun))
+    beside = Beside(engine, workloads, begun + (SHARE if simulate else 1.0) * (until - begun))
     found = provenance(engine, workloads) | {"repeats": REPEATS, "warm_tokens": warm, "tokens": tokens}
     for _ in range(REPEATS):
         for of_workload in groups:
