@@ -228,6 +228,7 @@ static void dots(const fl_job *job, const matrix *m, const int *row, int rows, c
     else
         job->choice.run(weights, scales, x, tokens, m->k, m->jump, out);
     float unit = format == FL_FP8 || format == FL_FP8_TILE ? 256.0f : 1.0f; /* what load_fp8 leaves out */
+    if (unit == 1.0f && !scaled && !m->biases) return;
     for (int r = 0; r < rows; r++) {
         float scale = unit * (scaled ? ((const float *)m->scales)[row[r]] : 1.0f);
         float bias = !m->biases            ? 0.0f
@@ -237,11 +238,39 @@ static void dots(const fl_job *job, const matrix *m, const int *row, int rows, c
     }
 }
 
-static float activate(const fl_layout *l, float gate, float up) {
-    if (l->activation == FL_SILU) return gate / (1.0f + expf(-gate)) * up;
-    gate = gate > l->limit ? l->limit : gate;
-    up = up > l->limit ? l->limit : up < -l->limit ? -l->limit : up;
-    return (up + 1.0f) * gate / (1.0f + expf(-l->alpha * gate));
+/* e^x: a polynomial on [-ln 2 / 2, ln 2 / 2] times a power of two, within 2 units in the last place; the C library's takes
+ * one number at a time. */
+static inline float exponential(float x) {
+    x = x > 88.0f ? 88.0f : x < -87.0f ? -87.0f : x;
+    float shifted = x * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f; /* 1.5 * 2^23: rounds to a whole number */
+    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    uint32_t power;
+    memcpy(&power, &shifted, sizeof power);
+    power = (power << 23) + 0x3F800000u;
+    float scale;
+    memcpy(&scale, &power, sizeof scale);
+    return p * scale;
+}
+
+/* What gate and up rows of some tokens give. */
+static void activate(const fl_layout *l, const float *gates, const float *ups, int tokens, float *out) {
+    if (l->activation == FL_SILU) {
+        for (int t = 0; t < tokens; t++) out[t] = gates[t] / (1.0f + exponential(-gates[t])) * ups[t];
+        return;
+    }
+    float alpha = l->alpha, limit = l->limit;
+    for (int t = 0; t < tokens; t++) {
+        float gate = gates[t] > limit ? limit : gates[t];
+        float up = ups[t] > limit ? limit : ups[t] < -limit ? -limit : ups[t];
+        out[t] = (up + 1.0f) * gate / (1.0f + exponential(-alpha * gate));
+    }
 }
 
 /* Gate and up rows from .. to of one expert for up to FL_TOKENS of its pairs, activated into the middle rows. */
@@ -249,7 +278,7 @@ static void gate_up(const fl_job *job, int expert, int pair, int tokens, int fro
     const fl_layout *l = &job->layout;
     matrix m = part(job, expert, 0);
     const void *x[FL_TOKENS] = {0};
-    float found[FL_ROWS][FL_TOKENS], middle[FL_TOKENS][FL_BLOCK];
+    float found[FL_ROWS][FL_TOKENS], active[FL_TOKENS], middle[FL_TOKENS][FL_BLOCK];
     for (int t = 0; t < tokens; t++) x[t] = job->x + (size_t)job->x_rows[pair + t] * job->x_stride;
     for (int i = from; i < to; i += 2) {
         int n = to - i < 2 ? to - i : 2, row[FL_ROWS];
@@ -258,8 +287,10 @@ static void gate_up(const fl_job *job, int expert, int pair, int tokens, int fro
             row[n + j] = l->interleaved ? 2 * (i + j) + 1 : l->width + i + j;
         }
         dots(job, &m, row, 2 * n, x, tokens, found);
-        for (int j = 0; j < n; j++)
-            for (int t = 0; t < tokens; t++) middle[t][i - from + j] = activate(l, found[j][t], found[n + j][t]);
+        for (int j = 0; j < n; j++) {
+            activate(l, found[j], found[n + j], tokens, active);
+            for (int t = 0; t < tokens; t++) middle[t][i - from + j] = active[t];
+        }
     }
     for (int t = 0; t < tokens; t++)
         put_inputs(job->choice.x_kind, job->middle + (size_t)(pair + t) * job->middle_stride, (size_t)l->width,
@@ -276,12 +307,11 @@ static void down(const fl_job *job, int expert, int pair, int tokens, int from, 
     for (int r = from; r < to; r++) row[r - from] = r;
     dots(job, &m, row, to - from, x, tokens, found);
     for (int t = 0; t < tokens; t++) {
-        size_t at = (size_t)job->out_rows[pair + t] * hidden;
-        for (int r = from; r < to; r++)
-            if (job->out_bf16)
-                ((uint16_t *)job->out)[at + (size_t)r] = to_bf16(found[r - from][t]);
-            else
-                ((float *)job->out)[at + (size_t)r] = found[r - from][t];
+        size_t at = (size_t)job->out_rows[pair + t] * hidden + (size_t)from;
+        if (job->out_bf16)
+            for (int r = 0; r < to - from; r++) ((uint16_t *)job->out)[at + (size_t)r] = to_bf16(found[r][t]);
+        else
+            for (int r = 0; r < to - from; r++) ((float *)job->out)[at + (size_t)r] = found[r][t];
     }
 }
 
