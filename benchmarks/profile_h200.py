@@ -2,18 +2,18 @@
 
     python -m benchmarks.profile_h200 --out DIR [--model shape:qwen3-30b-a3b] [--device cuda] [--minutes 5]
 
-Writes DIR/profile-h200-SHAPE.json (as `foreload profile` does) and then DIR/microcases-h200.json: one copy, one batch
-of resident experts, one batch of CPU experts, and copies beside CPU experts, each predicted from the profile and
-measured anew, in microseconds.
+Writes DIR/profile-h200-SHAPE.json (as `foreload profile` does) and DIR/microcases-h200.json: one copy, one batch of
+resident experts, one batch of CPU experts, and copies beside CPU experts, each predicted from the profile and measured
+by samples of its own, in microseconds. Those are taken between the profile's probes: other load on the host moves both.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,16 +23,15 @@ from foreload.backend.models.checkpoint import Checkpoint
 from foreload.errors import FileError
 from foreload.files import write_json
 from foreload.profiler.graph_bench import CONTEXT, Asked, GraphBench
-from foreload.profiler.graph_cpu import computed_us
+from foreload.profiler.graph_cpu import computed_us, followed_us
 from foreload.profiler.probes import thread_counts
-from foreload.profiler.run import GRAPHS, Mode, bench_settings, profile
-from foreload.profiler.schema import HardwareProfile
+from foreload.profiler.run import GRAPHS, ON_CPU, Mode, bench_settings, profile
 from foreload.profiler.stats import in_time
 from foreload.simulator.costs import SCALE, CostModel
 from foreload.traces.schema import Trace
 
-FULL_S, CASES_S = 240, 12
-"""Seconds that must be left for the full profile; seconds kept for the cases."""
+FULL_S, CASES_SHARE, N_SAMPLED = 240, 0.15, 3 * 7
+"""Seconds that must be left for the full profile; the cases' share of the time, and how often one is sampled."""
 
 
 @dataclass(frozen=True)
@@ -58,100 +57,130 @@ def case(name: str, predicted_ns: float, samples_us: Sequence[float]) -> Case:
     return Case(name, predicted_ns / 1e3, middle, 100 * (high - low) / middle, len(ordered))
 
 
-def cases(bench: GraphBench, costs: CostModel, seconds: float) -> Iterator[Case]:
-    """One resource at a time, then two beside each other."""
-    yield from _link_and_device(bench, costs, seconds)
-    for threads in thread_counts()[-2:]:
-        yield from _cpu(bench, costs, threads, seconds)
+@dataclass
+class Cases:
+    """Samples of each case, taken between the profile's own probes, in microseconds by name; predicted afterwards."""
 
+    bench: GraphBench
+    seconds: float
+    """For each case, each time."""
+    samples: dict[str, list[float]] = field(default_factory=dict)
+    predicted: dict[str, Callable[[CostModel], float]] = field(default_factory=dict)
 
-def _link_and_device(bench: GraphBench, costs: CostModel, seconds: float) -> Iterator[Case]:
-    stage, k, layers = bench.stage("fetch"), bench.shape.top_k, bench.shape.n_moe_layers
-    bench.engine.copies.spans = []
-    single, burst = list[float](), list[float]()
-    for turn in in_time(1000, seconds):
-        count = 1 if turn % 2 else k
-        missing = Asked.of(bench.pick(stage.absent, count, turn) + bench.pick(stage.resident, k - count, turn))
-        step = bench.step([missing if layer % 2 else Asked.of(stage.resident[:k]) for layer in range(layers)])
-        for times in step.layers if turn else []:
-            if len(times.copies) == count:
-                span = (times.copies[-1].landed_ns - min(copy.issued_ns for copy in times.copies)) / 1e3
-                (single if count == 1 else burst).append(span)
-    bench.engine.copies.spans = None
-    start = costs.cost("copy_start").host_ns
-    yield case("one copy", costs.copy_ns + start, single)
-    yield case(f"{k} copies", k * costs.copy_ns + start, burst)
-    enter = costs.cost("launch").host_ns + costs.block("attention", CONTEXT).gpu_ns
-    for count in (1, k):
-        turns = list[float]()
-        for turn in in_time(1000, seconds):
-            step = bench.step([Asked.of(bench.pick(stage.resident, count, turn + at)) for at in range(layers)])
-            turns += [step.turn_us(layer) for layer in range(layers - 1)] if turn else []
-        if turns:
-            yield case(f"{count} resident experts and entering a layer", enter + costs.experts_gpu(count).gpu_ns, turns)
+    def take(self) -> None:
+        """One resource at a time, then two beside each other."""
+        self._link()
+        self._device()
+        for threads in thread_counts()[-2:]:
+            self._cpu(threads)
 
+    def found(self, costs: CostModel) -> list[dict[str, Any]]:
+        """What `costs` can predict and was measured, as JSON values."""
+        told = []
+        for name, samples in self.samples.items():
+            with suppress(FileError):  # there was no time for what it is predicted by
+                one = case(name, self.predicted[name](costs), samples)
+                told.append({**asdict(one), "error_pct": one.error_pct})
+        return told
 
-def _cpu(bench: GraphBench, costs: CostModel, threads: int, seconds: float) -> Iterator[Case]:
-    k, layers, said = bench.shape.top_k, bench.shape.n_moe_layers, f"on {threads} threads"
+    def _add(self, name: str, samples: Sequence[float], predicted: Callable[[CostModel], float]) -> None:
+        if samples:
+            self.samples.setdefault(name, []).extend(samples)
+            self.predicted[name] = predicted
 
-    def computed(asked: Callable[[int], Asked]) -> list[float]:
-        found = list[float]()
-        for turn in in_time(1000, seconds):
-            step = bench.step([asked(turn + at) for at in range(layers)])
-            found += [computed_us(times) for times in step.layers[1:]] if turn else []
-        bench.discard()
-        return found
+    def _link(self) -> None:
+        bench, stage = self.bench, self.bench.stage("fetch")
+        k, layers = bench.shape.top_k, bench.shape.n_moe_layers
+        bench.engine.copies.spans = []
+        spans: dict[int, list[float]] = {1: [], k: []}
+        for turn in in_time(1000, self.seconds):
+            count = 1 if turn % 2 else k
+            missing = Asked.of(bench.pick(stage.absent, count, turn) + bench.pick(stage.resident, k - count, turn))
+            step = bench.step([missing if layer % 2 else Asked.of(stage.resident[:k]) for layer in range(layers)])
+            for times in step.layers if turn else []:
+                if len(times.copies) == count:
+                    spans[count].append((times.copies[-1].landed_ns - min(c.issued_ns for c in times.copies)) / 1e3)
+        bench.engine.copies.spans = None
+        for count, samples in spans.items():
+            name = "one copy" if count == 1 else f"{count} copies"
+            self._add(name, samples, lambda costs, n=count: n * costs.copy_ns + costs.cost("copy_start").host_ns)
 
-    stage = bench.stage("cpu", threads)
-    alone = computed(lambda at: Asked.of(bench.pick(stage.absent, k, at)))
-    yield case(f"{k} CPU experts {said}", costs.experts_cpu_ns(k, threads), alone)
-    stage = bench.stage("cpu", threads, depth=1)
-    half = len(stage.absent) // 2
-    most, mine, others = min(k, half), stage.absent[:half], stage.absent[half:]
-    both = computed(lambda at: Asked.of(bench.pick(mine, most, at), bench.pick(others, most, at)))
-    predicted = costs.experts_cpu_ns(most, threads) * SCALE / costs.cpu_rate(most, threads)
-    yield case(f"{most} CPU experts {said} beside copies", predicted, both)
-    stage = bench.stage("fetch", threads)
-    bench.engine.cpu.resize(threads)
-    gaps = list[float]()
-    for turn in in_time(1000, seconds):
-        mine = bench.pick(stage.absent, min(k, len(stage.absent)), turn)
-        gaps += bench.copy_times(turn % layers, mine, stage.absent, min(k, threads), submissions=3)
-    bench.engine.cpu.resize(0)
-    yield case(f"a copy beside CPU experts {said}", costs.copy_ns * SCALE / costs.copy_rate(threads), gaps)
+    def _device(self) -> None:
+        bench, stage = self.bench, self.bench.stage("fetch")
+        k, layers = bench.shape.top_k, bench.shape.n_moe_layers
 
+        def predicted(costs: CostModel, count: int) -> float:
+            entering = costs.cost("launch").host_ns + costs.block("attention", CONTEXT).gpu_ns
+            return entering + costs.experts_gpu(count).gpu_ns
 
-def microcases(engine: Engine, measured: HardwareProfile, seconds: float) -> list[dict[str, Any]]:
-    """The cases that the profile can predict, as JSON values; none for an engine that launches no graphs."""
-    if engine.path != GRAPHS:
-        return []
-    bench, found = GraphBench(engine), list[Case]()
-    try:
-        with suppress(FileError):  # there was no time to measure what the next ones need
-            found.extend(cases(bench, CostModel(measured, engine.shape), seconds))
-    finally:
-        bench.close()
-    return [{**asdict(one), "error_pct": one.error_pct} for one in found]
+        for count in (1, k):
+            turns = list[float]()
+            for turn in in_time(1000, self.seconds):
+                step = bench.step([Asked.of(bench.pick(stage.resident, count, turn + at)) for at in range(layers)])
+                turns += [step.turn_us(layer) for layer in range(layers - 1)] if turn else []
+            name = f"{count} resident experts and entering a layer"
+            self._add(name, turns, lambda costs, n=count: predicted(costs, n))
+
+    def _cpu(self, threads: int) -> None:
+        bench, k, said = self.bench, self.bench.shape.top_k, f"on {threads} threads"
+        stage = bench.stage("cpu", threads)
+        alone, _ = self._computed(lambda at: Asked.of(bench.pick(stage.absent, k, at)))
+        self._add(f"{k} CPU experts {said}", alone, lambda costs: costs.experts_cpu_ns(k, threads))
+        stage = bench.stage("cpu", threads, depth=1)
+        half = len(stage.absent) // 2
+        most, mine, others = min(k, half), stage.absent[:half], stage.absent[half:]
+        bench.engine.copies.spans = []
+        both, copies = self._computed(lambda at: Asked.of(bench.pick(mine, most, at), bench.pick(others, most, at)))
+        bench.engine.copies.spans = None
+        self._add(
+            f"{most} CPU experts {said} beside copies",
+            both,
+            lambda costs: costs.experts_cpu_ns(most, threads) * SCALE / costs.cpu_rate(most, threads),
+        )
+        self._add(
+            f"a copy beside CPU experts {said}", copies, lambda costs: costs.copy_ns * SCALE / costs.copy_rate(threads)
+        )
+
+    def _computed(self, asked: Callable[[int], Asked]) -> tuple[list[float], list[float]]:
+        """Of every layer but the first: the CPU's time, and that of copies between two landings meanwhile."""
+        computed, copies = list[float](), list[float]()
+        for turn in in_time(1000, self.seconds):
+            step = self.bench.step([asked(turn + at) for at in range(self.bench.shape.n_moe_layers)])
+            self.bench.discard()
+            computed += [computed_us(times) for times in step.layers[1:]] if turn else []
+            copies += followed_us(step) if turn else []
+        return computed, copies
 
 
 def on_engine(engine: Engine, routing: Mapping[str, Trace], until: float, out: Path) -> dict[str, Any]:
-    """Profile an open engine until `until` (`time.monotonic`), then the cases; nothing of the recordings is used."""
+    """Profile an open engine until `until` (`time.monotonic`), taking the cases' samples beside each measuring of CPU
+    experts; nothing of the recordings is used. An engine that launches no graphs has no cases.
+    """
     engine.apply(bench_settings(engine.shape))
     left = until - time.monotonic()
     mode: Mode = "full" if left > FULL_S else "quick"
-    begun = time.monotonic()
-    measured = profile(engine, mode, until=until - CASES_S)
-    taken = time.monotonic() - begun
+    begun, cases = time.monotonic(), None
+    if engine.path == GRAPHS:
+        cases = Cases(GraphBench(engine), max(0.02, min(1.0, left * CASES_SHARE / N_SAMPLED)))
+
+    def between(name: str, done: int, total: int) -> None:
+        if cases is not None and name.startswith(ON_CPU) and time.monotonic() < until:
+            cases.take()
+
+    try:
+        measured = profile(engine, mode, between, until)
+    finally:
+        if cases is not None:
+            cases.bench.close()
     name = engine.checkpoint.name.removeprefix("shape:")
     measured.save(out / f"profile-h200-{name}.json")
-    seconds = max(0.02, min(1.0, (until - time.monotonic()) / 20))
     found: dict[str, Any] = {
         "path": engine.path,
         "mode": mode,
-        "seconds": taken,
+        "seconds": time.monotonic() - begun,
         "left_out": list(measured.meta.left_out),
         "noise_pct": measured.meta.noise_pct,
-        "microcases": microcases(engine, measured, seconds),
+        "microcases": [] if cases is None else cases.found(CostModel(measured, engine.shape)),
     }
     write_json(out / "microcases-h200.json", found)
     return found

@@ -6,7 +6,7 @@ those that do, in one go.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -173,6 +173,12 @@ class Run:
     def counted(self) -> dict[str, int]:
         """Counters over all layers, by name."""
         return by_name(self.counters)
+
+
+def joined(runs: Sequence[Run]) -> Run:
+    """Several repeats as one."""
+    counters = np.sum([run.counters for run in runs], axis=0)
+    return Run([ns for run in runs for ns in run.step_ns], [n for run in runs for n in run.emitted], counters)
 
 
 def by_name(counters: NDArray[np.int64]) -> dict[str, int]:

@@ -85,6 +85,11 @@ def demand_at(experts: NDArray[np.int64], top_k: int) -> Demand:
     return Demand(found.experts, found.counts, found.places // each * top_k + found.places % each)
 
 
+def in_runs(layers: int, most: int, turn: int) -> list[int]:
+    """How many experts each layer has: 1 to `most`, layers of as many in a row, other ones every turn."""
+    return [(turn + layer * most // layers) % most + 1 for layer in range(layers)]
+
+
 class GraphBench(Bench):
     """Drives an engine of the graph path; leaves it with an empty cache and its own settings (`close`)."""
 

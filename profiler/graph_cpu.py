@@ -8,7 +8,7 @@ from statistics import median
 
 from foreload.backend.experts.transfer import followed
 from foreload.backend.native.pool import SPIN_US
-from foreload.profiler.graph_bench import Asked, GraphBench, LayerTimes, StepTimes
+from foreload.profiler.graph_bench import Asked, GraphBench, LayerTimes, StepTimes, in_runs
 from foreload.profiler.probes import Effort, thread_counts
 from foreload.profiler.schema import Measurement
 from foreload.profiler.stats import in_time, summarise
@@ -28,11 +28,6 @@ def cpu_experts(bench: GraphBench, effort: Effort) -> Iterator[Measurement]:
     for threads in thread_counts():
         yield from alone(bench, effort, threads)
         yield from beside_copies(bench, effort, threads)
-
-
-def in_runs(layers: int, most: int, turn: int) -> list[int]:
-    """How many experts each layer has: 1 to `most`, layers of as many in a row, other ones every turn."""
-    return [(turn + layer * most // layers) % most + 1 for layer in range(layers)]
 
 
 def alone(bench: GraphBench, effort: Effort, threads: int) -> Iterator[Measurement]:

@@ -16,7 +16,7 @@ from foreload.backend.made_up import recording
 from foreload.backend.predict import CALIBRATED, PREDICTORS
 from foreload.backend.replay import Replay
 from foreload.profiler.bench import Stage
-from foreload.profiler.graph_bench import CONTEXT, Asked, GraphBench, LayerTimes, StepTimes
+from foreload.profiler.graph_bench import CONTEXT, Asked, GraphBench, LayerTimes, StepTimes, in_runs
 from foreload.profiler.probes import Effort
 from foreload.profiler.schema import Measurement
 from foreload.profiler.stats import in_time, summarise, summarise_device
@@ -75,7 +75,7 @@ def resident(bench: GraphBench, effort: Effort, basis: Basis) -> Iterator[Measur
     experts: dict[int, list[float]] = {count: [] for count in range(1, k + 1)}
     steps: list[tuple[int, StepTimes]] = []
     for turn in in_time(effort.rounds * k, effort.seconds * 2):
-        counts = [1 + (turn + layer) % k for layer in range(layers)]
+        counts = in_runs(layers, k, turn)
         step = bench.step([Asked.of(bench.pick(stage.resident, n, turn + at)) for at, n in enumerate(counts)])
         if not turn:
             continue
