@@ -24,7 +24,7 @@ from foreload.backend.replay import Replay
 from foreload.settings import Settings, slot_counts
 from foreload.shape import ModelShape
 from foreload.simulator.compiled import simulate
-from foreload.simulator.costs import CostModel
+from foreload.simulator.costs import CostModel, split_costs
 from foreload.simulator.validation import Figures, rates
 from foreload.traces.remodel import as_deep, of_shape, renamed, with_windows, without_windows
 from foreload.traces.schema import PREFILL, Trace
@@ -191,13 +191,16 @@ class Bench:
 
     def __init__(self, engine: Engine, works: Mapping[int, Workload], costs: CostModel) -> None:
         """works: by drafted tokens (0: none)."""
-        from foreload.simulator.costs import split_costs
-
         self._engine, self._works = engine, works
         if isinstance(engine.forward, FastForward):
             engine.forward.behaviours = BEHAVIOURS
         self._replays = {gamma: Replay(work.trace, engine.shape, engine.device) for gamma, work in works.items()}
-        engine.use_costs(lambda settings: split_costs(costs, engine.shape, settings))
+        self.decide_by(costs)
+
+    def decide_by(self, costs: CostModel) -> None:
+        """Have the engine share misses out by what this machine is taken to cost."""
+        shape = self._engine.shape
+        self._engine.use_costs(lambda settings: split_costs(costs, shape, settings))
 
     def work(self, trial: Trial) -> Workload:
         """What a trial replays."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -113,14 +114,17 @@ def _measure_link(
     until: float,
     out: Path,
 ) -> None:
-    """Rounds on one link: what decides regret twice, then the rest, then all again; simulations beside them."""
+    """Rounds on one link: what decides regret, the rest, and that again; simulations beside them."""
     engine.use_costs(lambda wanted: split_costs(costs, engine.shape, wanted))
     groups = [
         cells(of, workload.name, context) for of in prepared["budgets"].values() if of["link_bytes_per_s"] == link
     ]
-    telling, others = [c for one, _ in groups for c in one], [c for _, rest in groups for c in rest]
+    telling, others = (
+        [c for one, _ in groups for c in one],
+        [c for few in zip_longest(*(rest for _, rest in groups)) for c in few if c],
+    )
     beside, known = Beside(engine, [workload], until, link), list(found["rows"])
-    for turn in (telling, telling, others, telling, others):
+    for turn in (telling, others, telling, telling, others):
         beside.round(turn)
         now = [row(cell, engine) | {"link_bytes_per_s": link} for cell in (*telling, *others)]
         found["rows"] = known + now
@@ -131,14 +135,18 @@ def _measure_link(
 
 
 def cells(of: Mapping[str, Any], workload: str, context: int) -> tuple[list[Cell], list[Cell]]:
-    """Distinct settings of a budget: those that decide regret, and the rest; equal ones share a cell and its name."""
-    named: dict[str, dict[str, Any]] = {name: entry[0] for name, entry in of["named"].items()}
-    named |= {f"grid {at}": entry[0] for at, entry in enumerate(of["grid"], 1)}
-    presets = sorted((n for n in of["named"] if n.startswith("preset ")), key=lambda n: of["named"][n][1])
-    first = {"tuned", "default", *(f"grid {at}" for at in range(1, FEW["grid"] + 1)), *presets[: FEW["presets"]]}
+    """Distinct settings of a budget: those that decide regret, and the rest; equal ones share a cell and its name.
+
+    Those that are simulated fastest come first.
+    """
+    named: dict[str, tuple[dict[str, Any], float]] = {name: tuple(entry) for name, entry in of["named"].items()}
+    named |= {f"grid {at}": tuple(entry) for at, entry in enumerate(of["grid"], 1)}
+    ordered = sorted(named, key=lambda name: named[name][1])
+    presets = [name for name in ordered if name.startswith("preset ")]
+    first = {"tuned", *(f"grid {at}" for at in range(1, FEW["grid"] + 1)), *presets[: FEW["presets"]]}
     alike: dict[Settings, list[str]] = {}
-    for name, fields in named.items():
-        alike.setdefault(Settings.parse(fields), []).append(name)
+    for name in ordered:
+        alike.setdefault(Settings.parse(named[name][0]), []).append(name)
     made: tuple[list[Cell], list[Cell]] = ([], [])
     for settings, names in alike.items():
         cell = Cell(" = ".join(names), workload, settings, context, of["cache_ratio"])

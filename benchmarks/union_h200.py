@@ -105,11 +105,11 @@ def measure(
     beside = Beside(engine, workloads, begun + (SHARE if simulate else 1.0) * (until - begun))
     found = provenance(engine, workloads) | {"repeats": REPEATS, "warm_tokens": warm, "tokens": tokens}
     for _ in range(REPEATS):
-        for of_workload in groups:
-            for group in of_workload:
+        for of_ratio in zip(*groups, strict=True):
+            for group in of_ratio:
                 beside.round(group)
-                found["rows"] = [row(cell, engine) for one in groups for several in one for cell in several]
-                write_json(out / FILE, found)
+            found["rows"] = [row(cell, engine) for one in groups for several in one for cell in several]
+            write_json(out / FILE, found)
     if costs is not None and simulate:
         found["bounds"] = all_bounds(workloads, costs, ratios, context)
         simulate_rows(found["rows"], workloads, costs, until)

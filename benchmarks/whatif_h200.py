@@ -4,11 +4,11 @@
         [--profile FILE] [--minutes 2]
     python -m benchmarks.whatif_h200 --out DIR --predict [--model ...] [--trace FILE]
 
-The engine's link is made to look slower (26 and 12 GB/s: `Engine.throttle`), its CPU experts get 4 and 8 threads. Each
-machine is predicted as `simulate --link` and `--cpu-scale` would, of the profile and the routing alone: `--cpu-scale`
-is how fast the profiled CPU experts are on so many threads, of what they are on the most. Writes
-DIR/whatif-h200-runs.json, every repeat, and DIR/whatif-h200.json; where predicting would take compiling, it is done
-afterwards from what DIR holds (--predict).
+The engine's link is made to look slower (26 and 12 GB/s: `Engine.throttle`), its CPU experts get 4 and 8 threads; it
+shares misses out by what the machine it plays costs. Each machine is predicted as `simulate --link` and `--cpu-scale`
+would, of the profile and the routing alone: `--cpu-scale` is how fast the profiled CPU experts are on so many threads,
+of what they are on the most. Writes DIR/whatif-h200-runs.json, every repeat, and DIR/whatif-h200.json; where predicting
+would take compiling, it is done afterwards from what DIR holds (--predict).
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ class Machine:
 
     name: str
     flags: dict[str, float]
+    costs: CostModel  # by which the engine decides
     cells: list[Cell]
     refused: list[str]
     link_bytes_per_s: int | None = None
@@ -124,7 +125,7 @@ def machines(
         other = CostModel(assume(profile, link, None, None).profile, shape, replayed=True)
         chosen = fit(_trials(OF_LINK, most))
         cells, refused = predicted_cells(chosen, works, other) if simulate else unpredicted(chosen)
-        found.append(Machine(f"link {rate:g} GB/s", {"link_gb_per_s": rate}, cells, refused, link))
+        found.append(Machine(f"link {rate:g} GB/s", {"link_gb_per_s": rate}, other, cells, refused, link))
     for threads in sorted({n for n in THREADS if n in costs.cpu_threads} or set(costs.cpu_threads[:1]), reverse=True):
         scale = cpu_scale(costs, threads, most)
         other = CostModel(assume(profile, None, scale, None).profile, shape, replayed=True)
@@ -137,7 +138,7 @@ def machines(
                 continue
             own = predict(works[cell.trial.settings.draft.gamma], costs.fresh(), cell.trial)
             direct[cell.trial.describe()] = own.figures.tpot_ns / 1e6
-        found.append(Machine(f"CPU {threads} threads", {"cpu_scale": scale}, cells, refused, None, direct))
+        found.append(Machine(f"CPU {threads} threads", {"cpu_scale": scale}, costs, cells, refused, None, direct))
     return found
 
 
@@ -165,6 +166,7 @@ class Played:
         assumed = machine.link_bytes_per_s
         rounds = Rounds(self._bench, machine.cells, min(until, self._until))
         try:
+            self._bench.decide_by(machine.costs)
             self._engine.throttle(assumed)
             self._engine.copies.spans = []
             rounds.turn(machine.cells, number)
