@@ -1,7 +1,7 @@
 """CPU experts: GB/s of packed weights by format, tokens and threads, beside torch and a plain reading of memory.
 
     python -m benchmarks.cpu_experts [--shape qwen3-30b-a3b] [--threads 1,2,4] [--rounds 30] [--out FILE]
-        [--isas avx512,avx512_all]
+        [--isas avx512,avx512_all] [--formats bf16,int8]
 
 Random experts of a published shape, more of them than caches hold, each used once before any is used again. A row is
 one layer-step (`top_k` experts, each on so many tokens), median and best of the rounds; `read` and kernels take turns.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -106,11 +106,17 @@ def turns(works: dict[str, Callable[[int], object]], rounds: int) -> dict[str, l
     return found
 
 
-def measure(shape_name: str, threads: tuple[int, ...], rounds: int, isas: Mapping[str, Isa]) -> list[Row]:
+def measure(
+    shape_name: str,
+    threads: tuple[int, ...],
+    rounds: int,
+    isas: Mapping[str, Isa],
+    formats: Sequence[PackedFormat] = FORMATS,
+) -> list[Row]:
     """All rows, in the order they were measured; `isas`: by the name of their rows."""
     shape, rows = Checkpoint.random(shape_name).shape, []
     k, library = shape.top_k, load()
-    for format in FORMATS:
+    for format in formats:
         scratch = ScratchExperts(shape, torch.bfloat16, format, SCRATCH_BYTES)
         size = k * scratch.codec.layout.bytes
         for count in threads:
@@ -144,11 +150,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--out", type=Path, metavar="FILE")
     parser.add_argument("--isas", help="instruction sets to compare; default: the one that is chosen, as `native`")
+    parser.add_argument("--formats", default=",".join(FORMATS))
     given = parser.parse_args()
+    formats = [one for one in FORMATS if one in given.formats.split(",")]
+    if not formats:
+        parser.error(f"--formats: none of {', '.join(FORMATS)} in {given.formats!r}")
     isas = {"native": chosen_isa() or Isa.SCALAR}
     if given.isas:
         isas = {name: Isa[name.upper()] for name in given.isas.split(",")}
-    rows = measure(given.shape, tuple(map(int, given.threads.split(","))), given.rounds, isas)
+    rows = measure(given.shape, tuple(map(int, given.threads.split(","))), given.rounds, isas, formats)
     values = {
         "source": "measured",
         "machine": machine_name(),
