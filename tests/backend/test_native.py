@@ -101,7 +101,7 @@ def generator_rows(count: int) -> np.ndarray:
 
 
 def tolerance(isa: Isa, format: PackedFormat, bf16: bool) -> float:
-    if format in ("bf16", "mxfp4") and bf16 and isa in (Isa.AVX512_BF16, Isa.AVX512_ALL):
+    if format == "mxfp4" and bf16 and isa in (Isa.AVX512_BF16, Isa.AVX512_ALL):
         return TOLERANCE["bf16"]
     if format == "int8" and isa in (Isa.AVX512_VNNI, Isa.AVX512_ALL):
         return TOLERANCE["vnni"]

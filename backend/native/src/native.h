@@ -18,7 +18,7 @@ enum { FL_SILU, FL_SWIGLU_OAI };
 /* How inputs of a dot product are held: rows padded with zeros to whole chunks. X_MX: in blocks of 32, the even
  * elements before the odd ones, as the nibbles come apart. X_MX_BF16: two such blocks together, in bf16. X_I16: 16 bits,
  * with one scale per 64 after the row. */
-enum { FL_X_F32, FL_X_MX, FL_X_MX_BF16, FL_X_BF16, FL_X_I16 };
+enum { FL_X_F32, FL_X_MX, FL_X_MX_BF16, FL_X_I16 };
 
 #define FL_ROWS 4    /* rows of weights in one call of a kernel */
 #define FL_AHEAD 1024 /* bytes between what is used and what is fetched from memory */
@@ -43,8 +43,6 @@ extern const fl_kernel fl_scalar_kernels[FL_FORMATS];
 #if defined(__x86_64__)
 extern const fl_kernel fl_avx2_kernels[FL_FORMATS];
 extern const fl_kernel fl_avx512_kernels[FL_FORMATS];
-void fl_avx512_bf16_rows(const uint8_t *const *, const uint8_t *const *, const void *const *, int, size_t, size_t,
-                         float (*)[FL_TOKENS]);
 void fl_avx512_mx_rows(const uint8_t *const *, const uint8_t *const *, const void *const *, int, size_t, size_t,
                        float (*)[FL_TOKENS]);
 void fl_avx512_vnni_rows(const uint8_t *const *, const uint8_t *const *, const void *const *, int, size_t, size_t,

@@ -26,7 +26,6 @@ static uint16_t to_bf16(float value) {
 static size_t input_bytes(int kind, size_t k) {
     size_t n = round_up(k, FL_PAD);
     switch (kind) {
-        case FL_X_BF16:
         case FL_X_MX_BF16: return 2 * n;
         case FL_X_I16: return 2 * n + 4 * (n / FL_BLOCK);
         default: return 4 * n;
@@ -45,8 +44,6 @@ static void put_inputs(int kind, uint8_t *row, size_t k, size_t from, size_t n, 
             ((float *)row)[(i & ~(size_t)31) | (i & 1) << 4 | (i & 31) >> 1] = values[i - from];
     } else if (kind == FL_X_MX_BF16) {
         for (size_t i = from; i < from + n; i++) ((uint16_t *)row)[mx_place(i)] = to_bf16(values[i - from]);
-    } else if (kind == FL_X_BF16) {
-        for (size_t i = 0; i < n; i++) ((uint16_t *)row)[from + i] = to_bf16(values[i]);
     } else {
         float *scales = (float *)(row + 2 * round_up(k, FL_PAD));
         for (size_t at = 0; at < n; at += FL_BLOCK) {
@@ -113,10 +110,6 @@ static int copy_inputs(fl_job *job, const fl_work *work) {
     for (int t = 0; t < work->tokens; t++) {
         const uint16_t *words = (const uint16_t *)work->x + t * hidden;
         uint16_t *row = (uint16_t *)(job->x + t * job->x_stride);
-        if (work->x_bf16 && job->choice.x_kind == FL_X_BF16) {
-            memcpy(row, words, 2 * hidden);
-            continue;
-        }
         if (work->x_bf16 && job->choice.x_kind == FL_X_MX_BF16) {
             for (size_t i = 0; i < hidden; i++) row[mx_place(i)] = words[i];
             continue;
