@@ -1,7 +1,8 @@
 """Tuned settings beside a grid that the tuner did not make, for some cache sizes and links: simulated on all cores.
 
 The grid: the largest uniform cache under every eviction order, look-ahead, miss action, admission and draft that the
-recording and the profile allow. It is simulated on the beginning of the tuner's tokens first, then its best on all.
+recording and the profile allow. It is simulated on the beginning of the tuner's tokens first, then its best on all; of
+settings that do the same only one is among the best.
 """
 
 from __future__ import annotations
@@ -146,13 +147,21 @@ def _tuned(inputs: Inputs, budget: Budget) -> dict[str, Any]:
 
 
 def _chunk(inputs: Inputs, budget: Budget, chunk: int, steps: int) -> dict[str, Any]:
-    """The best of every CHUNKS-th setting of the grid, and how many there were."""
+    """The best of every CHUNKS-th setting of the grid, one of those that do the same, and how many there were."""
     costs = inputs.costs(budget)
     every = grid(_space(inputs, budget, costs))
     mine = every[chunk::CHUNKS]
-    first = sorted(mine, key=lambda settings: _simulated(inputs, costs, settings, steps))[:BEST_OF_CHUNK]
+    first = _fastest({settings: _simulated(inputs, costs, settings, steps) for settings in mine}, BEST_OF_CHUNK)
     best = [[_plain(settings), _simulated(inputs, costs, settings, None)] for settings in first]
     return {"settings": len(mine), "best": best}
+
+
+def _fastest(ms: Mapping[Settings, float], most: int) -> list[Settings]:
+    """The fastest, one for each time: where caches never change, eviction orders do the same to the nanosecond."""
+    distinct: dict[float, Settings] = {}
+    for settings, time_ms in ms.items():
+        distinct.setdefault(time_ms, settings)
+    return [distinct[time_ms] for time_ms in sorted(distinct)[:most]]
 
 
 def _plain(settings: Settings) -> dict[str, Any]:
@@ -195,7 +204,8 @@ def prepare(inputs: Inputs, budgets: Sequence[Budget], seconds: float, first: in
 
 def _joined(budget: Budget, inputs: Inputs, parts: Mapping[int | None, dict[str, Any]]) -> dict[str, Any]:
     tuned, chunks = parts[None], [parts[chunk] for chunk in range(CHUNKS)]
-    best = sorted((entry for chunk in chunks for entry in chunk["best"]), key=lambda entry: entry[1])[:BEST]
+    each = {entry[1]: entry for chunk in chunks for entry in chunk["best"]}
+    best = [each[time_ms] for time_ms in sorted(each)[:BEST]]
     ms = {name: of[1] for name, of in tuned["named"].items()}
     presets = [of for name, of in ms.items() if name.startswith("preset ")]
     return {
