@@ -2,6 +2,7 @@
 
     python -m benchmarks.tuned_h200 --trace topo=FILE --out DIR [--model shape:qwen3-30b-a3b] [--device cuda]
     python -m benchmarks.tuned_h200 --prepare --profile FILE --trace topo=FILE --out DIR    the simulated part, on CPUs
+    python -m benchmarks.tuned_h200 --simulate DIR/tuned-h200.json --profile FILE --trace topo=FILE
     python -m benchmarks.tuned_h200 --table DIR/tuned-h200.json
 
 DIR holds the machine's profile. Cache sizes are shares of all experts; each is tuned, and a grid of more than 500
@@ -134,6 +135,13 @@ def _measure_link(
         simulate_rows(now, [workload], costs, until + 10)
 
 
+def simulate_measured(found: dict[str, Any], inputs: Inputs, workload: Workload) -> None:
+    """Add to measured rows what is simulated for the same steps."""
+    for link in {one["link_bytes_per_s"] for one in found["rows"]}:
+        mine = [one for one in found["rows"] if one["link_bytes_per_s"] == link]
+        simulate_rows(mine, [workload], inputs.costs(Budget(link, 0.0)))
+
+
 def cells(of: Mapping[str, Any], workload: str, context: int) -> tuple[list[Cell], list[Cell]]:
     """Distinct settings of a budget: those that decide regret, and the rest; equal ones share a cell and its name.
 
@@ -217,16 +225,25 @@ def main(args: Sequence[str] | None = None, checkpoint: Checkpoint | None = None
     parser.add_argument("--trace", action="append", default=[], metavar="NAME=FILE", help="the workload")
     parser.add_argument("--prepare", action="store_true", help="simulate alone, from --profile")
     parser.add_argument("--profile", type=Path)
+    parser.add_argument("--simulate", type=Path, help="simulate these results' rows anew, from --profile")
     parser.add_argument("--table", type=Path, help="show these results instead")
     given = parser.parse_args(args)
+    found: dict[str, Any]
     if given.table is not None:
-        found: dict[str, Any] = read_mapping(given.table, "results")
+        found = read_mapping(given.table, "results")
         print(markdown(found))
         return found
     routing = {name: read_trace(Path(path)) for name, _, path in (one.partition("=") for one in given.trace)}
-    if given.prepare:
+    if given.prepare or given.simulate is not None:
         costs = costs_of(given.profile)
-        inputs = Inputs.of(costs.profile, workload_of(routing, costs.shape, WARM, STEPS))
+        workload = workload_of(routing, costs.shape, WARM, STEPS)
+        inputs = Inputs.of(costs.profile, workload)
+        if given.simulate is not None:
+            found = read_mapping(given.simulate, "results")
+            simulate_measured(found, inputs, workload)
+            write_json(given.simulate, found)
+            print(markdown(found))
+            return found
         budgets = [Budget(link, ratio) for link in LINKS for ratio in RATIOS]
         return prepared_in(given.out, inputs, budgets, given.minutes * 60, FIRST)
     with opened(given, CONTEXT + 256, checkpoint) as engine:

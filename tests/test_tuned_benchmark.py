@@ -67,6 +67,11 @@ def test_tuned_against_the_grid(
         assert one["simulated_regret_pct"] <= 2.0
         assert one["behind_grid_pct"] is not None
     assert f"| 0.25 at {SLOW / 1e9:g} GB/s |" in tuned_h200.markdown(found)
+    work = tuned_h200.workload_of(routing, engine.shape, SIZES["warm"], SIZES["steps"])
+    inputs = tuned_grid.Inputs.of(HardwareProfile.load(tmp_path / beside.PROFILE), work, SIZES["tokens"])
+    later = {"rows": [{k: v for k, v in row.items() if k != "simulated"} for row in found["rows"]]}
+    tuned_h200.simulate_measured(later, inputs, work)
+    assert [row["simulated"] for row in later["rows"]] == [row["simulated"] for row in found["rows"]]
     begun = found["prepared"]["seconds"]
     again = tuned_h200.measure(engine, routing, time.monotonic() + 600, tmp_path, **given)
     assert again["prepared"]["seconds"] == begun  # the same profile and tokens: what was simulated is kept
