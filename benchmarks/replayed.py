@@ -10,9 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from statistics import fmean
 from typing import Any
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 from foreload.backend.cuda.forward import FastForward
@@ -159,6 +161,7 @@ class Run:
     step_ns: list[int]
     emitted: list[int]
     counters: NDArray[np.int64]
+    stolen_pct: float = 0.0  # of all cores' time meanwhile: a virtual machine's host ran somebody else
 
     @property
     def tpot_ns(self) -> float:
@@ -178,7 +181,8 @@ class Run:
 def joined(runs: Sequence[Run]) -> Run:
     """Several repeats as one."""
     counters = np.sum([run.counters for run in runs], axis=0)
-    return Run([ns for run in runs for ns in run.step_ns], [n for run in runs for n in run.emitted], counters)
+    steps, emitted = [ns for run in runs for ns in run.step_ns], [n for run in runs for n in run.emitted]
+    return Run(steps, emitted, counters, fmean(run.stolen_pct for run in runs))
 
 
 def by_name(counters: NDArray[np.int64]) -> dict[str, int]:
@@ -213,11 +217,21 @@ class Bench:
         with engine.replaying(recorded):
             engine.apply(trial.settings)
             engine.reset_cache()
-            with _counted_from(engine, work.warm) as before:
+            with _counted_from(engine, work.warm) as before, stolen() as share:
                 done = engine.replay(recorded, recorded.requests()[0], context=work.context)
         steps = done.steps[work.warm :]
         counted = engine.brain.counters[DECODE] - before[0]
-        return Run([step.duration_ns for step in steps], [step.emitted for step in steps], counted)
+        return Run([step.duration_ns for step in steps], [step.emitted for step in steps], counted, share[0])
+
+
+@contextmanager
+def stolen() -> Iterator[list[float]]:
+    """Give, afterwards, the per cent of all cores' time in which the host of a virtual machine ran somebody else."""
+    found, before = [0.0], psutil.cpu_times()
+    yield found
+    after = psutil.cpu_times()
+    passed = sum(after) - sum(before)
+    found[0] = 100 * (getattr(after, "steal", 0.0) - getattr(before, "steal", 0.0)) / passed if passed > 0 else 0.0
 
 
 @contextmanager
@@ -249,6 +263,7 @@ def shown(trial: Trial, predicted: Predicted, runs: list[Run], expert_bytes: int
         "warmed": trial.warmed,
         "tokens": tokens,
         "repeats_tpot_ms": [run.tpot_ns / 1e6 for run in runs],
+        "stolen_pct": [run.stolen_pct for run in runs],
         "steps_us": [[ns // 1000 for ns in run.step_ns] for run in runs],
         "predicted_counters": by_name(predicted.counters),
         "measured_counters": [run.counted() for run in runs],

@@ -228,7 +228,7 @@ def kept(cell: Cell) -> dict[str, Any]:
 
 def measured(one: Mapping[str, Any]) -> Cell:
     """The cell of which that was `kept`."""
-    runs = [Run(run["step_ns"], run["emitted"], np.array(run["counters"])) for run in one["runs"]]
+    runs = [Run(**{**run, "counters": np.array(run["counters"])}) for run in one["runs"]]
     return Cell(Trial(Settings.parse(one["settings"]), one["warmed"]), None, runs)
 
 
