@@ -117,8 +117,14 @@ class Checkpoint:
 
     @classmethod
     def random(cls, name: str, **changed: object) -> Checkpoint:
-        """Random weights in a published shape; `changed` configuration fields (smaller sizes for a test)."""
-        config = {**published_config(name), **changed}
+        """Random weights in a published shape; `changed` configuration fields (smaller sizes for a test).
+
+        With fewer layers than published, what is said of each layer is that of the first ones.
+        """
+        published = published_config(name)
+        layers = changed.get("num_hidden_layers", published["num_hidden_layers"])
+        each = {key: said[:layers] for key, said in published.items() if key.endswith("layer_types")}
+        config = {**published, **each, **changed}
         family, shape = read_shape(config, SCHEME + name)
         return cls(SCHEME + name, family, shape, RandomWeights(shape.hash))
 

@@ -26,8 +26,8 @@ SMALL: dict[str, Any] = {
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
 BY_NAME: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": {"head_dim": 16, "moe_intermediate_size": 32},
-    "gpt-oss-20b": {"head_dim": 16, "layer_types": None},
-    "gpt-oss-120b": {"head_dim": 16, "layer_types": None},
+    "gpt-oss-20b": {"head_dim": 16},
+    "gpt-oss-120b": {"head_dim": 16},
     "glm-4.7-flash": {"moe_intermediate_size": 32, **LATENT},
     "deepseek-v2-lite": {"moe_intermediate_size": 32, **LATENT},
 }
