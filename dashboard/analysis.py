@@ -17,7 +17,7 @@ import foreload
 from foreload.dashboard import svg
 from foreload.dashboard.pages import page_environment
 from foreload.files import write_text
-from foreload.simulator.curves import Curves, slot_points
+from foreload.simulator.curves import POLICIES, Curves, slot_points
 from foreload.traces.statistics import Statistics
 
 TEMPLATE = "analysis.html.j2"
@@ -80,7 +80,7 @@ def shown(name: str, value: Any) -> str:
         return "not known"
     if name in WHOLE:
         return f"{value:.3g}" if value % 1 else f"{value:.0f}"
-    share = name in SHARES or name in ("lru", "lfu", "lfru", "static", "random", "belady")
+    share = name in SHARES or name in POLICIES
     return f"{value:.1%}" if share else f"{value:.3g}"
 
 

@@ -17,9 +17,10 @@ from foreload.units import format_bytes
 
 MAX_PREFETCH_DEPTH = 4
 MAX_GAMMA = 16
+MAX_HALF_LIFE = 4096
 
 Pool = Literal["layer", "shared"]
-Eviction = Literal["lru", "lfu", "lfru", "static", "utility", "random"]
+Eviction = Literal["lru", "lfu", "lfru", "aged", "static", "utility", "random"]
 Admission = Literal["demand", "background", "none"]
 Predictor = Literal["none", "gate", "quasi_hidden", "estimator", "hybrid", "previous_step", "utility"]
 GATE_SIDE = ("gate", "quasi_hidden", "estimator", "hybrid")
@@ -102,6 +103,7 @@ class Settings(BaseModel):
     cache_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
     pool: Pool = "layer"
     eviction: Eviction = "lru"
+    half_life: Annotated[int, Field(ge=1, le=MAX_HALF_LIFE)] = 64  # of a use, in layer-steps, where eviction is `aged`
     admission: Admission = "demand"
     admit_per_step: Annotated[int, Field(ge=1, le=64)] = 2
     predictor: Predictor = "none"

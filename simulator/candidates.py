@@ -25,6 +25,8 @@ NO_PREFETCH: dict[str, Any] = {
     "prefetch_rolled": False,
     "speculate_layers": (),
 }
+HALF_LIVES = (16, 64, 256)
+"""Of the `aged` eviction order."""
 KEPT = ("prefill_chunk_tokens", "headroom_bytes", "expert_format")
 """What a preset takes from the settings to beat."""
 
@@ -138,6 +140,13 @@ class Space:
         changes = tuple(change for change in allowed if usable(change, costs, base, ready))
         threads, room = costs.cpu_threads, slots * size
         return cls(shape, base, slots, threads, known, every, draft, changes, dtype, warm, beside, size, room)
+
+    def evictions(self) -> list[dict[str, Any]]:
+        """Fields of every eviction order; those that need a recording to start from where there is one."""
+        usual = Settings().half_life
+        orders = ("lru", "lfu", "lfru", "utility", *(("static",) if self.warm else ()))
+        found: list[dict[str, Any]] = [{"eviction": name, "half_life": usual} for name in orders]
+        return found + [{"eviction": "aged", "half_life": steps} for steps in HALF_LIVES]
 
     def budget(self, settings: Settings) -> int:
         """Slots, persistent and staging, beside the calibration and the draft model that `settings` add to the base."""

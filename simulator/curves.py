@@ -15,14 +15,14 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from foreload.backend.policy.rules import BELADY, LFRU, LFU, LRU, RANDOM
+from foreload.backend.policy.rules import AGED, BELADY, LFRU, LFU, LRU, RANDOM
 from foreload.errors import UsageError
 from foreload.settings import Settings
 from foreload.simulator.stacks import count_demand, layer_hits
 from foreload.traces.schema import PREFILL, Trace, TraceMeta
 
-ORDERS = {"lru": LRU, "lfu": LFU, "lfru": LFRU, "random": RANDOM, "belady": BELADY}
-POLICIES = ("belady", "lru", "lfu", "lfru", "static", "random")
+ORDERS = {"lru": LRU, "lfu": LFU, "lfru": LFRU, "aged": AGED, "random": RANDOM, "belady": BELADY}
+POLICIES = ("belady", "lru", "lfu", "lfru", "aged", "static", "random")
 MAX_TOKENS = 50_000
 """Decode rows that `curve_steps` keeps: longer recordings are judged by their beginning."""
 
@@ -125,7 +125,7 @@ def curves(steps: Steps, policies: Sequence[str] = POLICIES, seed: int = 0) -> C
     """Hits of `policies` at every slot count, layer by layer. UsageError names a policy that is unknown.
 
     All begin with an empty cache. `static` keeps each layer's most demanded experts of these very steps and no others,
-    from their first demand or prompt on.
+    from their first demand or prompt on. `aged` has the half-life that settings have by default.
     """
     unknown = [policy for policy in policies if policy not in POLICIES]
     if unknown:
@@ -142,7 +142,8 @@ def curves(steps: Steps, policies: Sequence[str] = POLICIES, seed: int = 0) -> C
                 hits[policy][layer, 1:] = np.cumsum((uses - cold)[np.argsort(-uses, kind="stable")])
                 continue
             where = (steps.starts, steps.chunk, steps.counted, steps.fresh)
-            hits[policy][layer] = layer_hits(ids, where, ORDERS[policy], (layer, seed), meta.experts)
+            salt = (layer, Settings().half_life if policy == "aged" else seed)
+            hits[policy][layer] = layer_hits(ids, where, ORDERS[policy], salt, meta.experts)
     return Curves(meta, int(steps.counted.sum()), steps.whole, demanded, hits)
 
 

@@ -11,8 +11,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from foreload.backend.policy.order import random_rank
-from foreload.backend.policy.rules import BELADY, LFU, LRU, RANDOM
+from foreload.backend.policy.order import ONE_USE, faded, random_rank
+from foreload.backend.policy.rules import AGED, BELADY, LFU, LRU, RANDOM
 
 PROMPT = 100
 """An order beside the brain's: what a prompt's last chunk leaves, (its tokens, -id)."""
@@ -24,6 +24,7 @@ class History(NamedTuple):
     last: NDArray[np.int64]  # counted step that demanded it last, -1 if none
     last_tokens: NDArray[np.int32]  # tokens in that step
     uses: NDArray[np.int64]  # counted steps of this request that demanded it
+    weight: NDArray[np.int64]  # uses that fade, as at its last one (AGED alone)
     next_use: NDArray[np.int64]  # the counted step that demands it next (BELADY alone)
     tokens: NDArray[np.int32]  # in the present step
 
@@ -74,8 +75,8 @@ def next_uses(
 def _rank(past: History, now: int, order: int, where: tuple[int, int], score: NDArray[Any], tie: NDArray[Any]) -> None:
     """The order at this step as score [E], then tie [E], which never ties: the larger stays.
 
-    `where` = (layer, seed) of a random order. For `lfru` a quotient of integers below 2**26 is exact enough: different
-    ones differ after rounding too.
+    `where` = (layer, seed) of a random order, or (layer, half-life) of `aged`. For `lfru` a quotient of integers below
+    2**26 is exact enough: different ones differ after rounding too.
     """
     experts = len(score)
     for expert in range(experts):
@@ -88,6 +89,9 @@ def _rank(past: History, now: int, order: int, where: tuple[int, int], score: ND
             score[expert], tie[expert] = past.tokens[expert], other
         elif order == LRU:
             score[expert], tie[expert] = past.last[expert], past.last_tokens[expert] * experts + other
+        elif order == AGED:
+            score[expert] = faded(past.weight[expert], now - past.last[expert], where[1])
+            tie[expert] = (past.last[expert] + 1) * experts + other
         else:
             age = 1 if order == LFU else now - past.last[expert] + 1
             score[expert], tie[expert] = past.uses[expert] / age, (past.last[expert] + 1) * experts + other
@@ -169,14 +173,15 @@ def stack_pass(
     """Add to hits[C] [E + 1] the experts found with C slots and not with C - 1, from an empty cache.
 
     ids [R, k]; future [R, k] of `next_uses` for BELADY, else empty; where = (starts, chunk, counted, fresh);
-    salt = (layer, seed) of a random order.
+    salt = (layer, seed) of a random order, or (layer, half-life) of `aged`.
     """
     starts, chunk, counted, fresh = where
     experts = len(hits) - 1
     stack, needed, best = np.zeros(experts, np.int32), np.zeros(experts, np.int32), np.zeros(2 * experts, np.int32)
     score, tie = np.zeros(experts), np.zeros(experts, np.int64)
     last, tokens, last_tokens = np.full(experts, -1), np.zeros(experts, np.int32), np.zeros(experts, np.int32)
-    past = History(last, last_tokens, np.zeros(experts, np.int64), np.full(experts, len(counted)), tokens)
+    uses, weight = np.zeros(experts, np.int64), np.zeros(experts, np.int64)
+    past = History(last, last_tokens, uses, weight, np.full(experts, len(counted)), tokens)
     seen, now = 0, 0
     for at in range(len(counted)):
         if fresh[at]:
@@ -189,6 +194,8 @@ def stack_pass(
             for depth in range(seen):
                 hits[depth + 1] += tokens[stack[depth]] > 0
             for expert in needed[:count]:
+                if order == AGED:
+                    past.weight[expert] = faded(past.weight[expert], now - last[expert], salt[1]) + ONE_USE
                 last[expert], last_tokens[expert] = now, tokens[expert]
                 past.uses[expert] += 1
         if order == BELADY:

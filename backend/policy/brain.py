@@ -16,7 +16,7 @@ from foreload.backend.policy.resize import resized, shed
 from foreload.backend.policy.rules import POOL_SHARED, Rules, rules_of
 from foreload.backend.policy.split import NO_COSTS, SplitCosts
 from foreload.backend.policy.utility import start_boundary
-from foreload.backend.policy.warm import warm_targets
+from foreload.backend.policy.warm import steady_weight, warm_targets
 from foreload.errors import InternalError, SettingsError
 from foreload.settings import Settings, staging_slots
 from foreload.shape import ModelShape
@@ -76,6 +76,7 @@ class Brain:
         fresh = state.new_state(capacity, self.shape.experts, slots, up, down)
         if self._warm is not None:
             fresh.warm[:] = self._warm
+            fresh.weight[:] = steady_weight(self._warm, self.shape.top_k, self.settings.half_life)
         return fresh
 
     @staticmethod

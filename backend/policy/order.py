@@ -1,9 +1,10 @@
 """Eviction orders (design: section 3). Each is total: of two experts exactly one is preferred.
 
 lru: (last step used, tokens in that step). lfu: (uses in this request, last step). lfru: (uses / (steps since last
-use + 1), last step). static: count in the warm-start recording. utility: (s, last step). random: a hash of step, layer
-and id. belady: the step of the next use, known to an oracle alone. The smaller goes first; then, in a shared pool, what
-is needed latest: the largest (layer - computing layer) mod L; then the larger id.
+use + 1), last step). aged: (uses that fade, last step). static: count in the warm-start recording. utility: (s, last
+step). random: a hash of step, layer and id. belady: the step of the next use, known to an oracle alone. The smaller
+goes first; then, in a shared pool, what is needed latest: the largest (layer - computing layer) mod L; then the larger
+id.
 
 In a shared pool "last step" counts a layer's own layer-steps: what the layer used in its last one is as recent for a
 layer that this step has not reached as for one that it has passed. In a pool of one layer that changes nothing.
@@ -12,6 +13,7 @@ layer that this step has not reached as for one that it has passed. In a pool of
 from __future__ import annotations
 
 from foreload.backend.policy.rules import (
+    AGED,
     BELADY,
     LFRU,
     LFU,
@@ -26,6 +28,8 @@ from foreload.backend.policy.state import KEPT, LAYER, N_UNFILLED, NEVER, STEP, 
 from foreload.compiled import inlined, uncounted
 
 _HASH_BITS = 0xFFFFFFFF
+ONE_USE = 1 << 20
+"""What a use weighs when it happens, for `aged` (LRFU: Lee et al., IEEE Transactions on Computers 50(12), 2001)."""
 
 
 @uncounted
@@ -52,6 +56,24 @@ def age(state: PolicyState, layer: int, expert: int) -> int:
 
 
 @inlined
+def faded(weight: int, steps: int, half_life: int) -> int:
+    """weight / 2 ** (steps / half_life) in whole numbers, so that compiled and plain code agree; within 2e-4 of it.
+
+    The fraction of a half-life goes by the series of 2 ** -x, its last term such that a whole one leaves exactly half.
+    """
+    x = ((steps % half_life) << 20) // half_life
+    left = (1 << 20) - ((x * (726817 - ((x * (251896 - ((x * (58200 - ((x * 8833) >> 20))) >> 20))) >> 20))) >> 20)
+    return int(((weight * left) >> 20) >> min(steps // half_life, 62))
+
+
+@inlined
+def aged(state: PolicyState, rules: Rules, layer: int, expert: int) -> int:
+    """The fading uses of an expert at its layer's last layer-step; those of a warm start fade from the beginning."""
+    steps = state.begun[layer] - state.last_step[layer, expert]
+    return faded(state.weight[layer, expert], steps, rules.half_life)
+
+
+@inlined
 def _utility(state: PolicyState, rules: Rules, layer: int, expert: int) -> int:
     done = state.begun[layer] == state.scalars[STEP] and layer != state.scalars[LAYER]
     return 0 if rules.reset_done and done else int(state.score[layer, expert])
@@ -65,6 +87,8 @@ def _merit(state: PolicyState, rules: Rules, layer: int, expert: int) -> int:
         return -age(state, layer, expert)
     if order == LFU:
         return int(state.uses[layer, expert])
+    if order == AGED:
+        return aged(state, rules, layer, expert)
     if order == STATIC:
         return int(state.warm[layer, expert])
     if order == UTILITY:

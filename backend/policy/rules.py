@@ -18,9 +18,9 @@ DELTA, LEVEL = 0, 1
 ADAPT_OFF, ADAPT_REAL, ADAPT_FLOORED = 0, 1, 2
 TAU_AUTO = 0
 
-EVICTIONS = ("lru", "lfu", "lfru", "static", "utility", "random", "belady")
+EVICTIONS = ("lru", "lfu", "lfru", "aged", "static", "utility", "random", "belady")
 """Order names; the index is what compiled functions take. `belady` is the simulator's alone: see `policy.order`."""
-LRU, LFU, LFRU, STATIC, UTILITY, RANDOM, BELADY = 0, 1, 2, 3, 4, 5, 6
+LRU, LFU, LFRU, AGED, STATIC, UTILITY, RANDOM, BELADY = 0, 1, 2, 3, 4, 5, 6, 7
 
 _ADMISSIONS = {"none": ADMIT_NONE, "demand": ADMIT_DEMAND, "background": ADMIT_BACKGROUND}
 _SPLITS = {
@@ -37,6 +37,7 @@ class Rules(NamedTuple):
     """What is decided by, whatever has happened."""
 
     eviction: int
+    half_life: int
     pool: int
     miss: int
     objective: int
@@ -59,6 +60,7 @@ def rules_of(settings: Settings, shape: ModelShape, oracle: bool = False) -> Rul
     utility = settings.utility
     return Rules(
         eviction=BELADY if oracle else EVICTIONS.index(settings.eviction),
+        half_life=settings.half_life,
         pool=POOL_SHARED if settings.pool == "shared" else POOL_LAYER,
         miss=miss_rule(settings),
         objective=BALANCE if settings.objective == "balance" else MAKESPAN,

@@ -45,6 +45,7 @@ class PolicyState(NamedTuple):
     last_step: NDArray[np.int64]  # [L, E], -1 if never demanded
     last_tokens: NDArray[np.int32]  # [L, E] tokens in that step
     uses: NDArray[np.int64]  # [L, E] steps that demanded it in this request
+    weight: NDArray[np.int64]  # [L, E] uses that fade, as at its last one, where eviction is `aged`
     before: NDArray[np.int32]  # [L, E] tokens in the layer-step before the running one
     score: NDArray[np.int32]  # [L, E] utility s, 0..K
     theta_up: NDArray[np.float64]  # [L, E] boundary a rise must reach
@@ -68,8 +69,8 @@ class PolicyState(NamedTuple):
 
 
 HISTORY = (
-    "last_step", "last_tokens", "uses", "before", "score", "theta_up", "theta_down", "warm", "next_use", "prompt",
-    "asked", "begun", "tau", "credit", "counters",
+    "last_step", "last_tokens", "uses", "weight", "before", "score", "theta_up", "theta_down", "warm", "next_use",
+    "prompt", "asked", "begun", "tau", "credit", "counters",
 )  # fmt: skip
 """Fields that outlive new settings."""
 
@@ -90,6 +91,7 @@ def new_state(
         last_step=np.full(of_expert, -1, np.int64),
         last_tokens=np.zeros(of_expert, np.int32),
         uses=np.zeros(of_expert, np.int64),
+        weight=np.zeros(of_expert, np.int64),
         before=np.zeros(of_expert, np.int32),
         score=np.zeros(of_expert, np.int32),
         theta_up=np.full(of_expert, theta_up),

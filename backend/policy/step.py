@@ -16,8 +16,8 @@ from foreload.backend.policy.copies import (
     promote,
     release,
 )
-from foreload.backend.policy.order import has_room, prefers, worst_kept
-from foreload.backend.policy.rules import ADMIT_BACKGROUND, ADMIT_NONE, NO_AHEAD, SPLIT_TAU, Rules
+from foreload.backend.policy.order import ONE_USE, aged, has_room, prefers, worst_kept
+from foreload.backend.policy.rules import ADMIT_BACKGROUND, ADMIT_NONE, AGED, NO_AHEAD, SPLIT_TAU, Rules
 from foreload.backend.policy.split import Load, SplitCosts, fetch_count, fetch_level, in_order, link_backlog_ns
 from foreload.backend.policy.state import (
     ABSENT,
@@ -153,6 +153,8 @@ def demand(
             if queued:
                 promote(state, layer, expert)
                 ahead += 1
+        if rules.eviction == AGED:
+            state.weight[layer, expert] = aged(state, rules, layer, expert) + ONE_USE
         state.last_step[layer, expert] = state.scalars[STEP]
         state.last_tokens[layer, expert] = counts[i]
         state.uses[layer, expert] += 1

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
+from foreload.backend.policy.order import ONE_USE
 from foreload.backend.policy.rules import ADMIT_NONE, POOL_SHARED, Rules
 from foreload.backend.policy.state import ABSENT, N_UNFILLED, PolicyState
+
+
+def steady_weight(counts: NDArray[np.int64], top_k: int, half_life: int) -> NDArray[np.int64]:
+    """Fading uses [L, E] (`order.aged`) of experts that go on being demanded as often as in a recording: counts [L, E].
+
+    1 / ln 2 half-lives of uses are there at a time, or as many as the recording has.
+    """
+    steps = np.maximum(counts.sum(axis=1, keepdims=True) // top_k, 1)
+    lasting = max(1, round(half_life / math.log(2)))
+    return counts * ONE_USE * np.minimum(lasting, steps) // steps
 
 
 def warm_targets(state: PolicyState, rules: Rules, counted: bool) -> NDArray[np.bool_]:

@@ -24,8 +24,9 @@ def neighbours(space: Space, settings: Settings) -> Iterator[tuple[str, Settings
 
 
 def _changes(space: Space, settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
-    orders = ("lru", "lfu", "lfru", "utility", *(("static",) if space.warm else ()))
-    yield from ((f"eviction {name}", {"eviction": name}) for name in orders)
+    for fields in space.evictions():
+        aged = f", half-life {fields['half_life']}" if fields["eviction"] == "aged" else ""
+        yield f"eviction {fields['eviction']}{aged}", fields
     if settings.pool == "layer":
         for miss in space.misses():
             ahead = settings.predictor in NEXT_STEP and miss["miss_action"] == "fetch"

@@ -106,10 +106,11 @@ class Search:
         """One program per option, all with the eviction order that plans best without prefetch or CPU."""
         like = self.rough_plan()
         plain = self.options()[0].changed(miss_action="fetch", admission="demand", **NO_PREFETCH)
-        orders = ("lru", "lfu", "lfru", "utility", *(("static",) if self.space.warm else ()))
-        tried = self._planned([plain.changed(eviction=name) for name in orders], like, "plan evictions")
-        eviction = min(tried, key=lambda plan: plan.bound_ns).settings.eviction if tried else plain.eviction
-        plans = self._planned([option.changed(eviction=eviction) for option in self.options()], like, "plan")
+        orders = [plain.changed(**fields) for fields in self.space.evictions()]
+        tried = self._planned(orders, like, "plan evictions")
+        best = min(tried, key=lambda plan: plan.bound_ns).settings if tried else plain
+        order = {"eviction": best.eviction, "half_life": best.half_life}
+        plans = self._planned([option.changed(**order) for option in self.options()], like, "plan")
         return sorted(plans, key=lambda plan: plan.bound_ns)
 
     def _planned(self, options: Sequence[Settings], like: PlanJob, what: str) -> list[Plan]:

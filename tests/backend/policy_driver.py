@@ -45,7 +45,7 @@ def random_settings(random: Random) -> Settings:
     return Settings.parse(
         {
             "pool": random.choice(["layer", "shared"]),
-            "eviction": random.choice(["lru", "lfu", "lfru", "static", "utility", "random"]),
+            "eviction": random.choice(["lru", "lfu", "lfru", "aged", "static", "utility", "random"]),
             "admission": random.choice(["demand", "background", "demand" if ahead else "none"]),
             "admit_per_step": random.randint(1, 3),
             "predictor": predictor,

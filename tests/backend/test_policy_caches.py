@@ -13,28 +13,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_driver import EXPERTS, LAYERS, SHAPE, Driver, int32
 
-from foreload.backend.policy import Action, Counter
+from foreload.backend.policy import Action, Counter, order
 from foreload.backend.policy.order import prefers, random_rank, worst_of_layer
 from foreload.backend.policy.rules import rules_of
 from foreload.backend.policy.state import DECODE, HISTORY, KEPT, LANDED, N_QUEUED, STEP, UPLOAD, WORST_UNKNOWN
-from foreload.settings import Settings
+from foreload.backend.policy.warm import steady_weight
+from foreload.settings import MAX_HALF_LIFE, Settings
 
 RANDOM = st.randoms(use_true_random=False)
 RUNS = settings(max_examples=60, deadline=None)
 Key = Callable[[int], tuple[Any, ...]]
-EVICTIONS = ("lru", "lfu", "lfru", "static", "utility", "random")
+EVICTIONS = ("lru", "lfu", "lfru", "aged", "static", "utility", "random")
+HALF_LIFE = 5
 
 
 class PlainCache:
     """One layer's cache as section 3 words it: after a layer-step the C largest of residents and demand stay."""
 
-    def __init__(self, capacity: int, eviction: str, layer: int, warm: Any) -> None:
+    def __init__(self, capacity: int, eviction: str, layer: int, warm: Any, weight: Any) -> None:
         self.capacity, self.eviction, self.layer = capacity, eviction, layer
         self.residents: set[int] = set()
         self.last, self.tokens, self.uses, self.score = (
             dict.fromkeys(range(EXPERTS), start) for start in (-1, 0, 0, 0)
         )
         self.before = dict.fromkeys(range(EXPERTS), 0)
+        self.weight = dict(enumerate(weight))
         self.warm = warm
         self.hits = 0
 
@@ -44,6 +47,7 @@ class PlainCache:
             "lru": lambda e: (self.last[e], self.tokens[e], -e),
             "lfu": lambda e: (self.uses[e], self.last[e], -e),
             "lfru": lambda e: (Fraction(self.uses[e], now - self.last[e] + 1), self.last[e], -e),
+            "aged": lambda e: (order.faded(self.weight[e], now - self.last[e], HALF_LIFE), self.last[e], -e),
             "static": lambda e: (self.warm[e], -e),
             "utility": lambda e: (self.score[e], self.last[e], -e),
             "random": lambda e: (random_rank(now, self.layer, e), -e),
@@ -53,6 +57,7 @@ class PlainCache:
     def step(self, now: int, demand: dict[int, int]) -> None:
         self.hits += len(self.residents & demand.keys())
         for expert, tokens in demand.items():
+            self.weight[expert] = order.faded(self.weight[expert], now - self.last[expert], HALF_LIFE) + order.ONE_USE
             self.last[expert], self.tokens[expert] = now, tokens
             self.uses[expert] += 1
         for expert in range(EXPERTS):  # signal delta, boundaries of 1/2 that do not move
@@ -74,9 +79,12 @@ def random_demand(random: Random, most: int = 2) -> dict[int, int]:
 @RUNS
 @given(random=RANDOM, capacity=st.integers(0, EXPERTS))
 def test_hits_and_residents_equal_plain_python(eviction: str, random: Random, capacity: int) -> None:
-    chosen = Settings.parse({"eviction": eviction, "utility": {"adapt": "off"}})
+    chosen = Settings.parse({"eviction": eviction, "half_life": HALF_LIFE, "utility": {"adapt": "off"}})
     driver = Driver(chosen, (capacity,) * LAYERS, random)
-    plain = [PlainCache(capacity, eviction, at, driver.brain.state.warm[at].tolist()) for at in range(LAYERS)]
+    state = driver.brain.state
+    plain = [
+        PlainCache(capacity, eviction, at, state.warm[at].tolist(), state.weight[at].tolist()) for at in range(LAYERS)
+    ]
     for now in range(20):
         for layer in range(LAYERS):
             demand = random_demand(random)
@@ -94,7 +102,7 @@ def test_hits_and_residents_equal_plain_python(eviction: str, random: Random, ca
 def test_orders_are_total_and_equal_a_sort_key(eviction: str, random: Random) -> None:
     driver = Driver(Settings(), (0,) * LAYERS, random)
     state = driver.brain.state
-    plain = PlainCache(0, eviction, 0, state.warm[0].tolist())
+    plain = PlainCache(0, eviction, 0, state.warm[0].tolist(), [0] * EXPERTS)
     now = random.randint(0, 5)
     state.scalars[STEP] = state.begun[0] = now
     for e in range(EXPERTS):
@@ -102,7 +110,8 @@ def test_orders_are_total_and_equal_a_sort_key(eviction: str, random: Random) ->
         plain.tokens[e] = state.last_tokens[0, e] = random.randint(0, 2)
         plain.uses[e] = state.uses[0, e] = random.randint(0, 3) if plain.last[e] >= 0 else 0
         plain.score[e] = state.score[0, e] = random.randint(0, 2)
-    key, rules = plain.key(now), rules_of(Settings.parse({"eviction": eviction}), SHAPE)
+        plain.weight[e] = state.weight[0, e] = random.randint(0, 3) << 20
+    key, rules = plain.key(now), rules_of(Settings.parse({"eviction": eviction, "half_life": HALF_LIFE}), SHAPE)
     for a in range(EXPERTS):
         for b in range(EXPERTS):
             assert prefers(state, rules, 0, a, 0, b) == (key(a) > key(b))
@@ -298,3 +307,30 @@ def test_history_survives_a_reconfiguration() -> None:
     for name in HISTORY:
         assert np.array_equal(getattr(again, name), getattr(state, name))
     assert again.scalars[STEP] == state.scalars[STEP] == 4
+
+
+@pytest.mark.unit
+@given(
+    weight=st.integers(0, 6000 * order.ONE_USE), steps=st.integers(0, 10**6),
+    half_life=st.integers(1, MAX_HALF_LIFE),
+)  # fmt: skip
+def test_uses_fade_by_half_in_a_half_life(weight: int, steps: int, half_life: int) -> None:
+    found = order.faded(weight, steps, half_life)
+    assert found == pytest.approx(weight * 2 ** -(steps / half_life), rel=2e-4, abs=2)
+    assert order.faded(weight, steps + 1, half_life) <= found
+    assert order.faded(weight, steps + half_life, half_life) == found // 2
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("every", [1, 2, 7])
+def test_a_warm_start_weighs_what_its_uses_would(every: int) -> None:
+    """An expert demanded in each `every`-th of many steps has the weight that it goes on having; of few, their sum."""
+    half_life, steps, weight = 64, 700, 0
+    for _ in range(steps // every):
+        weight = order.faded(weight, every, half_life) + order.ONE_USE
+    mean = sum(order.faded(weight, at, half_life) for at in range(every)) / every
+    counts = np.zeros((1, 16), np.int64)
+    counts[0, 0], counts[0, 1] = steps // every, 2 * steps - steps // every
+    assert steady_weight(counts, 2, half_life)[0, 0] == pytest.approx(mean, rel=0.05)
+    few = np.array([[3, 5]], np.int64)
+    assert steady_weight(few, 2, half_life).tolist() == [[3 * order.ONE_USE, 5 * order.ONE_USE]]

@@ -13,25 +13,27 @@ from hypothesis import strategies as st
 from policy_driver import EXPERTS, LAYERS, SHAPE, Driver, int32, make_shape
 
 from foreload.backend.policy import Action, Brain, Counter
-from foreload.backend.policy.order import random_rank
+from foreload.backend.policy.order import faded, random_rank
 from foreload.backend.policy.state import DECODE, PREFILL
 from foreload.errors import BudgetError
 from foreload.settings import Settings, check_slots
 
 RANDOM = st.randoms(use_true_random=False)
 RUNS = settings(max_examples=20, deadline=None)
-EVICTIONS = ("lru", "lfu", "lfru", "static", "utility", "random")
+EVICTIONS = ("lru", "lfu", "lfru", "aged", "static", "utility", "random")
+HALF_LIFE = 5
 
 
 class PlainPool:
     """After a layer-step the C largest of all residents and the demand stay; `at` is the computing layer."""
 
-    def __init__(self, capacity: int, eviction: str, warm: Any) -> None:
+    def __init__(self, capacity: int, eviction: str, warm: Any, weight: Any) -> None:
         self.capacity, self.eviction, self.warm = capacity, eviction, warm
         every = [(layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS)]
         self.residents: set[tuple[int, int]] = set()
         self.last: dict[tuple[int, int], int] = {}  # own layer-steps
         self.tokens, self.uses, self.score, self.before = (dict.fromkeys(every, 0) for _ in range(4))
+        self.weight = {who: weight[who[0]][who[1]] for who in every}
         self.steps = [0] * LAYERS
 
     def key(self, at: int, who: tuple[int, int]) -> tuple[Any, ...]:
@@ -42,16 +44,22 @@ class PlainPool:
             "lru": (-age, self.tokens[who]),
             "lfu": (self.uses[who], -age),
             "lfru": (Fraction(self.uses[who], age + 1), -age),
+            "aged": (self.faded(who), -age),
             "static": (self.warm[layer][expert],),
             "utility": (self.score[who], -age),
             "random": (random_rank(self.steps[layer] - 1, layer, expert),),
         }
         return (*orders[self.eviction], -((layer - at) % LAYERS), -expert)
 
+    def faded(self, who: tuple[int, int]) -> int:
+        """Its uses that fade, over the layer's own steps."""
+        return faded(self.weight[who], self.steps[who[0]] - 1 - self.last.get(who, -1), HALF_LIFE)
+
     def step(self, layer: int, demand: dict[int, int]) -> None:
         self.steps[layer] += 1
         for expert, tokens in demand.items():
             who = (layer, expert)
+            self.weight[who] = self.faded(who) + (1 << 20)
             self.last[who], self.tokens[who] = self.steps[layer] - 1, tokens
             self.uses[who] += 1
         for expert in range(EXPERTS):
@@ -72,9 +80,10 @@ def held(driver: Driver) -> set[tuple[int, int]]:
 @RUNS
 @given(random=RANDOM, capacity=st.tuples(*[st.integers(0, EXPERTS)] * LAYERS))
 def test_residents_equal_plain_python(eviction: str, random: Random, capacity: tuple[int, ...]) -> None:
-    chosen = Settings.parse({"pool": "shared", "eviction": eviction, "utility": {"adapt": "off"}})
+    fields = {"pool": "shared", "eviction": eviction, "half_life": HALF_LIFE, "utility": {"adapt": "off"}}
+    chosen = Settings.parse(fields)
     driver = Driver(chosen, capacity, random)
-    plain = PlainPool(sum(capacity), eviction, driver.brain.state.warm.tolist())
+    plain = PlainPool(sum(capacity), eviction, driver.brain.state.warm.tolist(), driver.brain.state.weight.tolist())
     for _ in range(8):
         for layer in range(LAYERS):
             demand = {e: random.randint(1, 3) for e in sorted(random.sample(range(EXPERTS), random.randint(1, 2)))}
@@ -85,7 +94,7 @@ def test_residents_equal_plain_python(eviction: str, random: Random, capacity: t
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("eviction", ["lru", "lfu", "lfru", "utility"])
+@pytest.mark.parametrize("eviction", ["lru", "lfu", "lfru", "aged", "utility"])
 @pytest.mark.parametrize("computing", range(4))
 def test_the_victim_among_equals_is_needed_latest(eviction: str, computing: int) -> None:
     """All alike but for their layers: the one that computed just before goes, not the one that computes next."""
@@ -106,11 +115,12 @@ def test_the_victim_among_equals_is_needed_latest(eviction: str, computing: int)
     brain.begin(computing, int32([0]), int32([1]))
     brain.finish(computing)
     state = brain.state
-    state.uses[:, :2], state.score[:, :2], state.last_tokens[:, :2] = 2, 1, 1
+    state.uses[:, :2], state.score[:, :2], state.last_tokens[:, :2], state.weight[:, :2] = 2, 1, 1, 1 << 20
     state.last_step[:, :2] = state.begun[:, None]
     state.worst[:] = -2
     brain.begin(computing, int32([1]), int32([1]))
     state.uses[computing, 1] = state.score[computing, 1] = 9
+    state.weight[computing, 1] = 9 << 20
     while (key := brain.next_copy()) >= 0:
         brain.complete(key)
     brain.finish(computing)

@@ -175,7 +175,7 @@ def random_settings(random: Random) -> tuple[Settings, tuple[int, ...]]:
     k = random.randint(1, 4)
     fields: dict[str, Any] = {
         "pool": random.choice(["layer", "shared"]),
-        "eviction": random.choice(["lru", "lfu", "lfru", "static", "utility", "random"]),
+        "eviction": random.choice(["lru", "lfu", "lfru", "aged", "static", "utility", "random"]),
         "admission": random.choice(["demand", "background", *(["none"] if predictor in ("none", "gate") else [])]),
         "admit_per_step": random.randint(1, 3),
         "predictor": predictor,

@@ -112,7 +112,7 @@ def draws() -> st.SearchStrategy[dict[str, Any]]:
         {
             "slots_per_layer": st.tuples(*[st.integers(0, 8)] * 3),
             "pool": st.sampled_from(["layer", "shared"]),
-            "eviction": st.sampled_from(["lru", "lfu", "lfru", "utility", "random"]),
+            "eviction": st.sampled_from(["lru", "lfu", "lfru", "aged", "utility", "random"]),
             "admission": st.sampled_from(["demand", "background", "none"]),
             "miss_action": st.sampled_from(["fetch", "cpu", "split"]),
             "split_rule": st.sampled_from(["makespan", "tau", "bandwidth", "per_expert"]),

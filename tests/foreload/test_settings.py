@@ -40,7 +40,7 @@ def any_settings(draw: st.DrawFn) -> Settings:
     return Settings(
         **cache,
         pool=draw(st.sampled_from(["layer", "shared"])),
-        eviction=draw(st.sampled_from(["lru", "lfu", "lfru", "static", "utility", "random"])),
+        eviction=draw(st.sampled_from(["lru", "lfu", "lfru", "aged", "static", "utility", "random"])),
         admission=draw(st.sampled_from(["demand", "background"])),
         admit_per_step=draw(st.integers(1, 64)),
         predictor=predictor,
@@ -71,7 +71,7 @@ def test_round_trip(tmp_path: Path, chosen: Settings, suffix: str) -> None:
         ({"slots": 4}, "unknown field 'slots': known are slots_per_layer, cache_ratio, pool, eviction"),
         (
             {"eviction": "fifo"},
-            "field 'eviction' is 'fifo': Input should be 'lru', 'lfu', 'lfru', 'static', 'utility' or 'random'",
+            "field 'eviction' is 'fifo': Input should be 'lru', 'lfu', 'lfru', 'aged', 'static', 'utility' or 'random'",
         ),
         ({"cache_ratio": 1.5}, "field 'cache_ratio' is 1.5: Input should be less than or equal to 1"),
         ({"cache_ratio": float("nan")}, "field 'cache_ratio' is nan"),

@@ -63,7 +63,7 @@ def exact_settings(draw: st.DrawFn) -> Settings:
             **slots,
             **prefetch,
             "pool": draw(st.sampled_from(["layer", "shared"])),
-            "eviction": draw(st.sampled_from(["lru", "lfu", "lfru", "static", "utility", "random"])),
+            "eviction": draw(st.sampled_from(["lru", "lfu", "lfru", "aged", "static", "utility", "random"])),
             "admission": draw(st.sampled_from(["demand", "background", *fixed])),
             "admit_per_step": draw(st.integers(1, 4)),
             "miss_action": draw(st.sampled_from(["fetch", "cpu", "split"])),

@@ -36,7 +36,7 @@ INVALID: list[tuple[Any, str]] = [
 def valid(random: Random, turn: int) -> dict[str, Any]:
     """Every other resize is to .05 or back to 1."""
     settings: dict[str, Any] = {"cache_ratio": (0.05, 1.0, random.choice([0.0, 0.25, 0.5, 0.75]))[turn % 3]}
-    settings["eviction"] = random.choice(["lru", "lfu", "lfru", "utility", "random"])
+    settings["eviction"] = random.choice(["lru", "lfu", "lfru", "aged", "utility", "random"])
     settings["pool"] = random.choice(["layer", "shared"])
     settings["admission"] = random.choice(["demand", "background", "none"])
     if random.random() < 0.5:

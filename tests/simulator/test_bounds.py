@@ -46,7 +46,7 @@ def test_equals_exhaustive_search(seed, top_k):
 SHAPE = make_shape(layers=2, experts=9, top_k=3)
 POLICIES = [
     Settings(eviction=eviction, admission=admission)
-    for eviction in ("lru", "lfu", "lfru", "utility", "random")
+    for eviction in ("lru", "lfu", "lfru", "aged", "utility", "random")
     for admission in ("demand", "none")
 ] + [Settings(miss_action="cpu", admission="background", admit_per_step=3)]
 

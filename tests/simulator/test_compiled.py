@@ -27,7 +27,7 @@ FORMATS = [None, None, "int8", ("int8", "mxfp4", "int8"), ("mxfp4", "mxfp4", "in
 FIELDS = {
     "expert_format": st.sampled_from(FORMATS),
     "pool": st.sampled_from(["layer", "shared"]),
-    "eviction": st.sampled_from(["lru", "lfu", "lfru", "static", "utility", "random"]),
+    "eviction": st.sampled_from(["lru", "lfu", "lfru", "aged", "static", "utility", "random"]),
     "admission": st.sampled_from(["demand", "background", "none"]),
     "admit_per_step": st.integers(1, 3),
     "predictor": st.sampled_from(["none", "gate", "previous_step", "utility"]),

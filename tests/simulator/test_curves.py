@@ -1,6 +1,7 @@
 """One pass per policy equals a replay at every slot count; Belady loads least."""
 
 from collections import Counter as Counts
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,10 @@ from foreload.settings import Settings
 from foreload.simulator import belady_loads, load_requests
 from foreload.simulator.curves import POLICIES, curve_steps, curves, slot_points
 from foreload.simulator.replay import replay
+from foreload.traces.io import read_trace
 from foreload.traces.schema import DRAFT_VERIFY, PREFILL
+
+SAMPLES = Path(__file__).parents[2] / "traces" / "samples"
 
 
 def random_case(seed, experts, repeat, prompt, tokens=12):
@@ -33,7 +37,7 @@ CASES = given(
 def test_each_policy_equals_its_replay_at_every_slot_count(seed, experts, repeat, prompt):
     shape, trace, found = random_case(seed, experts, repeat, prompt)
     requests = load_requests(trace, shape)
-    for policy in ("lru", "lfu", "lfru"):
+    for policy in ("lru", "lfu", "lfru", "aged"):
         for size in range(experts + 1):
             hits = replay(requests, shape, Settings(eviction=policy), (size, size)).hits
             assert hits.tolist() == found.hits[policy][:, size].tolist()
@@ -129,3 +133,10 @@ def test_table_and_points():
     with pytest.raises(UsageError, match="policy 'mru' is unknown: there are belady, lru"):
         curves(curve_steps([], found.meta), ("mru",))
     assert curves(curve_steps([], found.meta)).rate("lru").tolist() == [0.0] * 9
+
+
+@pytest.mark.integration
+def test_fading_uses_follow_a_change_of_subject():
+    trace = read_trace(SAMPLES / "topo-switch.parquet")
+    found = curves(curve_steps([trace], trace.meta), ("lru", "lfu", "aged"))
+    assert found.rate("aged")[32] > max(found.rate("lru")[32], found.rate("lfu")[32])

@@ -207,7 +207,7 @@ def test_windows_run_under_every_miss_action(device: str, miss_action: str) -> N
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("eviction", ["lru", "lfu", "lfru"])
+@pytest.mark.parametrize("eviction", ["lru", "lfu", "lfru", "aged"])
 def test_replay_finds_the_simulators_hits(eviction: str) -> None:
     trace, chosen = make_windows(SHAPE, GAMMA, steps=20), drafting(eviction=eviction)
     replayed = replay(load_requests(trace, SHAPE, chosen), SHAPE, chosen, (5, 0, 2, 12))
