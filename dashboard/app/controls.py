@@ -17,6 +17,7 @@ from foreload.errors import ForeloadError, SettingsError
 from foreload.formats import ExpertFormat
 from foreload.settings import (
     MAX_GAMMA,
+    MAX_HALF_LIFE,
     MAX_PREFETCH_DEPTH,
     NEXT_STEP,
     Draft,
@@ -32,6 +33,7 @@ MIB = 2**20
 CACHES = FILLS, SHARE, BY_LAYER = "fills the memory", "share of experts", "slots by layer"
 CONTROLS = {
     "eviction": "eviction",
+    "half_life": "half_life",
     "admission": "admission",
     "miss_action": "miss",
     "split_rule": "split",
@@ -122,6 +124,9 @@ def _options(field: str) -> list[str]:
 def _decisions(found: Dataset) -> dict[str, Any]:
     """Eviction, misses and prediction."""
     fields: dict[str, Any] = {name: _choice(name.title(), _options(name), name) for name in ("eviction", "admission")}
+    if fields["eviction"] == "aged":
+        key = seed("half_life", Settings().half_life, low=1, high=MAX_HALF_LIFE)
+        fields["half_life"] = st.number_input("Half-life of a use, steps", 1, MAX_HALF_LIFE, key=key)
     miss = _buttons("An expert that is missing", _options("miss_action"), "miss")
     fields["miss_action"] = miss
     if miss == "split":

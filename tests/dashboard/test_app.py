@@ -113,6 +113,8 @@ def test_an_address_shows_what_its_sender_saw() -> None:
     wrong = start(eviction="best", memory="many", share="900", cache="share of experts", link="7.0")
     assert wrong.selectbox(key="eviction").value == "lru"
     assert wrong.slider(key="share").value == 100
+    fading = start(eviction="aged", half_life="20")
+    assert fading.number_input(key="half_life").value == 20
 
 
 def test_a_longer_context_leaves_fewer_slots() -> None:
@@ -152,7 +154,7 @@ def test_what_the_recording_does_not_hold_is_named() -> None:
     assert metric(recorded, "Time per token").endswith(" ms")
 
 
-@pytest.mark.parametrize("eviction", ["static", "utility", "random"])
+@pytest.mark.parametrize("eviction", ["aged", "static", "utility", "random"])
 def test_every_eviction_is_simulated(eviction: str) -> None:
     script = start(eviction=eviction)
     assert metric(script, "Time per token").endswith(" ms")
