@@ -19,7 +19,8 @@ def steady_weight(counts: NDArray[np.int64], top_k: int, half_life: int) -> NDAr
     """
     steps = np.maximum(counts.sum(axis=1, keepdims=True) // top_k, 1)
     lasting = max(1, round(half_life / math.log(2)))
-    return counts * ONE_USE * np.minimum(lasting, steps) // steps
+    found: NDArray[np.int64] = counts * ONE_USE * np.minimum(lasting, steps) // steps
+    return found
 
 
 def warm_targets(state: PolicyState, rules: Rules, counted: bool) -> NDArray[np.bool_]:
