@@ -62,6 +62,16 @@ def test_same_text_under_every_setting(make_engine: MakeEngine, settings: Settin
 
 
 @pytest.mark.integration
+def test_every_layer_but_the_first_is_prefetched(make_engine: MakeEngine) -> None:
+    """Also the last one, which is easily left out. With nothing kept only a prefetch makes hits, in time or late."""
+    engine = make_engine(Settings(cache_ratio=0.0, predictor="gate", prefetch_depth=1))
+    text(engine)
+    found = engine.brain.counters[DECODE][:, [Counter.HITS, Counter.LATE]].sum(axis=1)
+    assert found[0] == 0
+    assert (found[1:] > TOKENS / 2).all()
+
+
+@pytest.mark.integration
 def test_pool_grows_and_shrinks_live(make_engine: MakeEngine) -> None:
     engine = make_engine(Settings(cache_ratio=0.0))
     small = engine.pool.allocated_bytes
