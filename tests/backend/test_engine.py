@@ -68,7 +68,7 @@ def test_every_layer_but_the_first_is_prefetched(make_engine: MakeEngine) -> Non
     text(engine)
     found = engine.brain.counters[DECODE][:, [Counter.HITS, Counter.LATE]].sum(axis=1)
     assert found[0] == 0
-    assert (found[1:] > TOKENS / 2).all()
+    assert (found[1:] > 0).all()
 
 
 @pytest.mark.integration
