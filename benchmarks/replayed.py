@@ -14,7 +14,6 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-import psutil
 from numpy.typing import NDArray
 
 from foreload.backend.cuda.forward import FastForward
@@ -23,6 +22,7 @@ from foreload.backend.policy import Counter
 from foreload.backend.policy.copied import copied_bytes
 from foreload.backend.policy.state import DECODE
 from foreload.backend.replay import Replay
+from foreload.machine import stolen
 from foreload.settings import Settings, slot_counts
 from foreload.shape import ModelShape
 from foreload.simulator.compiled import simulate
@@ -222,16 +222,6 @@ class Bench:
         steps = done.steps[work.warm :]
         counted = engine.brain.counters[DECODE] - before[0]
         return Run([step.duration_ns for step in steps], [step.emitted for step in steps], counted, share[0])
-
-
-@contextmanager
-def stolen() -> Iterator[list[float]]:
-    """Give, afterwards, the per cent of all cores' time in which the host of a virtual machine ran somebody else."""
-    found, before = [0.0], psutil.cpu_times()
-    yield found
-    after = psutil.cpu_times()
-    passed = sum(after) - sum(before)
-    found[0] = 100 * (getattr(after, "steal", 0.0) - getattr(before, "steal", 0.0)) / passed if passed > 0 else 0.0
 
 
 @contextmanager

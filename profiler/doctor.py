@@ -14,6 +14,7 @@ from foreload.backend.cuda.open import missing
 from foreload.backend.models.checkpoint import Checkpoint
 from foreload.backend.native import describe
 from foreload.formats import FORMAT_OF_DTYPE, block_layout
+from foreload.machine import stolen
 from foreload.profiler import transfers
 from foreload.profiler.fits import Fit, fits
 from foreload.profiler.formats import ScratchExperts, cpu_samples
@@ -30,6 +31,7 @@ EXPECTED_SHARE = 0.7
 SHAPE = "shape:qwen3-30b-a3b"
 """Whose experts the CPU computes here."""
 SECONDS = 0.2  # for each point
+MOST_STOLEN_PCT = 1.0
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Examined:
     pinned_bytes: int | None  # that could be pinned; None without a GPU
     not_pinned_bytes: int | None  # the first size that could not
     spills: bool | None
+    stolen_pct: float = 0.0  # of all cores' time while CPU experts ran: the host of a virtual machine ran somebody else
 
     @property
     def fits(self) -> list[Fit]:
@@ -74,7 +77,8 @@ def examine(step: Callable[[str], None] = lambda _: None, file: Path | None = No
     cuda = torch.cuda.is_available()
     found: list[Measurement] = []
     step("CPU experts")
-    found += cpu_experts()
+    with stolen() as share:
+        found += cpu_experts()
     step("storage")
     found += transfers.storage(file, transfers.SIZES, SECONDS)
     gpu, pinned, refused, spills = None, None, None, None
@@ -97,6 +101,7 @@ def examine(step: Callable[[str], None] = lambda _: None, file: Path | None = No
         pinned_bytes=pinned,
         not_pinned_bytes=refused,
         spills=spills,
+        stolen_pct=share[0],
     )
 
 
@@ -221,6 +226,11 @@ def _cpu_problems(found: Examined) -> Iterator[Problem]:
         yield Problem(
             f"{of.cores} cores are visible, and the time of {of.cpu_quota:g} may be used",
             "use no more CPU threads than that",
+        )
+    if found.stolen_pct > MOST_STOLEN_PCT:
+        yield Problem(
+            f"the host of this virtual machine took {found.stolen_pct:.1f} % of the cores' time while CPU experts ran",
+            "a layer waits for the slowest thread: compare fewer CPU threads, and expect times to vary",
         )
     if len(of.numa_nodes) > 1:
         where = (

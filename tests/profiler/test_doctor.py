@@ -78,6 +78,7 @@ def test_a_machine_without_problems() -> None:
         ({"not_pinned_bytes": 1 << 30}, "1 GiB of host memory cannot be pinned"),
         ({"cpu_experts": "torch: not built"}, "CPU experts run on torch"),
         ({"system": replace(examined().system, swap_used_bytes=3 << 30)}, "3 GiB are swapped out"),
+        ({"stolen_pct": 4.2}, "took 4.2 % of the cores' time"),
         ({"system": replace(examined().system, cpu_quota=1.5, cores=8)}, "8 cores are visible, and the time of 1.5"),
         ({"system": replace(examined().system, numa_nodes=("0-7", "8-15"))}, "memory is in 2 NUMA nodes"),
         ({"system": replace(examined().system, memlock_bytes=1 << 16)}, "only 64 KiB may be locked"),
