@@ -1,8 +1,9 @@
 """Probes of the graph path: what a decode step of graphs costs device, host and link (names: `profiler.schema`).
 
 Device times are differences of what the host sees. Entering all layers one behind the other tells what entering one
-takes (E), entering one alone what lies between a launch and being told of it beyond that (latency); what experts and
-copies add is told by layer-steps that have them.
+takes (E); what lies between deciding and being told beyond that is told by layer-steps of one expert (latency, with
+that expert: a launch on an idle device takes longer than in a step); what more experts and copies add by layer-steps
+that have them.
 """
 
 from __future__ import annotations
@@ -25,40 +26,35 @@ from foreload.settings import MAX_PREFETCH_DEPTH, Settings
 
 @dataclass
 class Basis:
-    """Medians that other probes subtract, in microseconds; set by `entering`."""
+    """Medians that other probes subtract, in microseconds."""
 
-    enter_us: float = 0.0  # E, at CONTEXT, nothing predicted
-    latency_us: float = 0.0
+    enter_us: float = 0.0  # E, at CONTEXT, nothing predicted; set by `entering`
+    latency_us: float = 0.0  # set by `resident`
     turn_us: float = 0.0  # from deciding on k residents until the next layer has told
 
 
-def enter_us(
-    bench: GraphBench, effort: Effort, rows: int = 1, context: int = CONTEXT, skip: int = 0
-) -> tuple[list[float], list[float]]:
-    """Samples of entering the first layer alone, and of each further one but the last `skip`."""
+def enter_us(bench: GraphBench, effort: Effort, rows: int = 1, context: int = CONTEXT, skip: int = 0) -> list[float]:
+    """Samples of entering each layer behind the first, but the last `skip`."""
     layers = max(1, bench.shape.n_moe_layers - skip)
-    one, each = list[float](), list[float]()
+    each = list[float]()
     bench.entering_us(1, rows, context)  # what is captured first is not counted in the time there is
     for turn in in_time(effort.rounds, effort.seconds):
         first, whole = bench.entering_us(1, rows, context), bench.entering_us(layers, rows, context)
         if turn:  # the first time warms up
-            one.append(first)
             each.append(max(0.0, (whole - first) / (layers - 1)) if layers > 1 else first)
-    return one, each
+    return each
 
 
 def entering(bench: GraphBench, effort: Effort, basis: Basis) -> Iterator[Measurement]:
-    """`attention` by context, and `launch`; sets the basis."""
+    """`attention` by context; sets the basis."""
     bench.stage("fetch")
     contexts = {CONTEXT, *(context for context in effort.contexts if context <= bench.decoder.context_tokens)}
     launch = _launch_us(bench, effort)
     for context in sorted(contexts):
-        one, each = enter_us(bench, effort, context=context)
+        each = enter_us(bench, effort, context=context)
         yield summarise_device("attention", launch, each, context=context)
         if context == CONTEXT:
             basis.enter_us = median(each)
-            basis.latency_us = max(0.0, median(one) - basis.enter_us)
-            yield summarise("launch", [max(0.0, us - basis.enter_us) for us in one])
 
 
 def _launch_us(bench: GraphBench, effort: Effort) -> list[float]:
@@ -70,9 +66,9 @@ def _launch_us(bench: GraphBench, effort: Effort) -> list[float]:
 
 
 def resident(bench: GraphBench, effort: Effort, basis: Basis) -> Iterator[Measurement]:
-    """The host's blocks and the experts of steps that miss nothing, by how many there are; the step's ends."""
+    """`launch`; the host's blocks and the experts of steps that miss nothing, by how many; the step's ends."""
     stage, k, layers = bench.stage("fetch"), bench.shape.top_k, bench.shape.n_moe_layers
-    experts: dict[int, list[float]] = {count: [] for count in range(1, k + 1)}
+    turns: dict[int, list[float]] = {count: [] for count in range(1, k + 1)}
     steps: list[tuple[int, StepTimes]] = []
     for turn in in_time(effort.rounds * k, effort.seconds * 2):
         counts = in_runs(layers, k, turn)
@@ -81,7 +77,11 @@ def resident(bench: GraphBench, effort: Effort, basis: Basis) -> Iterator[Measur
             continue
         steps.append((counts[-1], step))
         for layer, count in enumerate(counts[:-1]):
-            experts[count].append(max(0.0, step.turn_us(layer) - basis.latency_us - basis.enter_us))
+            turns[count].append(max(0.0, step.turn_us(layer) - basis.enter_us))
+    fewest = next((samples for samples in turns.values() if samples), [0.0])
+    basis.latency_us = median(fewest)
+    yield summarise("launch", fewest)
+    experts = {count: [max(0.0, us - basis.latency_us) for us in samples] for count, samples in turns.items()}
     for count, samples in experts.items():
         if samples:
             yield summarise_device("experts_gpu", [0.0], samples, experts=count)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from foreload.profiler.graph_bench import CONTEXT, Asked, GraphBench, StepTimes
 from foreload.profiler.graph_cpu import computed_us
-from foreload.profiler.graph_probes import enter_us
+from foreload.profiler.graph_probes import Basis, enter_us
 from foreload.profiler.probes import Effort, thread_counts
 from foreload.profiler.schema import Measurement
 from foreload.profiler.stats import in_time, summarise, summarise_device
@@ -21,12 +21,11 @@ TOKENS = (1, 2, 5, 9)
 """Without drafts, and with up to 1, 4 and 8 of them."""
 
 
-def resident_windows(bench: GraphBench, effort: Effort) -> Iterator[Measurement]:
+def resident_windows(bench: GraphBench, effort: Effort, basis: Basis) -> Iterator[Measurement]:
     """Blocks of steps over several tokens, and groups of resident experts that see several tokens."""
     stage, layers = bench.stage("fetch"), bench.shape.n_moe_layers
     for rows in TOKENS:
-        one, each = enter_us(bench, effort, rows)
-        latency = max(0.0, median(one) - median(each))
+        each = enter_us(bench, effort, rows)
         groups: dict[tuple[int, int], list[float]] = {}
         steps: list[StepTimes] = []
         for asked in _groups(bench, stage.resident, rows):
@@ -36,7 +35,7 @@ def resident_windows(bench: GraphBench, effort: Effort) -> Iterator[Measurement]
                     continue
                 steps.append(step)
                 group = len(np.unique(asked)), asked.size
-                turns = [step.turn_us(layer) - latency for layer in range(layers - 1)]
+                turns = [step.turn_us(layer) - basis.latency_us for layer in range(layers - 1)]
                 groups.setdefault(group, []).extend(turns)
         # Steps are what counts: where graphs have waited for their launches above, they did not here.
         enter = max(0.0, min([median(each), *(median(turns) for turns in groups.values() if turns)]))
@@ -45,7 +44,7 @@ def resident_windows(bench: GraphBench, effort: Effort) -> Iterator[Measurement]
         for (experts, tokens), samples in sorted(groups.items()):
             if rows > 1 and samples:
                 yield summarise_device("window_experts_gpu", [0.0], samples, experts=experts, tokens=tokens)
-        yield from _host_blocks(steps, rows, latency, median(groups[max(groups)] or [0.0]))
+        yield from _host_blocks(steps, rows, basis.latency_us, median(groups[max(groups)] or [0.0]))
         slots = bench.anywhere()
         whole = [
             bench.step([Asked(next(_groups(bench, stage.resident, rows)))] * layers, CONTEXT, slots)
@@ -82,10 +81,10 @@ def _predicting(bench: GraphBench, effort: Effort) -> Iterator[Measurement]:
     base = {}
     bench.stage("fetch")
     for rows in TOKENS:
-        base[rows] = median(enter_us(bench, effort, rows, skip=1)[1])
+        base[rows] = median(enter_us(bench, effort, rows, skip=1))
     bench.stage("fetch", depth=1)
     for rows in TOKENS:
-        each = enter_us(bench, effort, rows, skip=1)[1]
+        each = enter_us(bench, effort, rows, skip=1)
         yield summarise_device("window_predict", [0.0], [max(0.0, us - base[rows]) for us in each], tokens=rows)
 
 

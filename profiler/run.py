@@ -97,7 +97,7 @@ def _graphs(engine: Engine, effort: probes.Effort) -> tuple[Bench, Groups]:
     bench, basis = GraphBench(engine), graph_probes.Basis()
 
     def windows_of() -> Iterator[Measurement]:
-        yield from graph_windows.resident_windows(bench, effort)
+        yield from graph_windows.resident_windows(bench, effort, basis)
         yield from graph_windows.cpu_windows(bench, effort)
         yield from windows.drafts(bench, effort.rounds)
 
