@@ -17,6 +17,7 @@ import foreload
 from foreload.dashboard import svg
 from foreload.dashboard.pages import page_environment
 from foreload.files import write_text
+from foreload.settings import Settings
 from foreload.simulator.curves import POLICIES, Curves, slot_points
 from foreload.traces.statistics import Statistics
 
@@ -53,6 +54,7 @@ def view(path: Path, found: Statistics, curves: Curves) -> dict[str, Any]:
         "meta": found.meta,
         "found": found,
         "curves": curves,
+        "half_life": Settings().half_life,
         "overall": {LAYER_COLUMNS[name]: shown(name, found.overall[name]) for name in LAYER_COLUMNS if name != "layer"},
         "hit_figure": Markup(hit_figure(curves)),
         "hit_table": cells(curves.table(slot_points(found.meta.experts))),
