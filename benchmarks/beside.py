@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from benchmarks.decode_rows import measure_rates
-from benchmarks.replayed import BEHAVIOURS, by_name, simulate_after
+from benchmarks.replayed import BEHAVIOURS, by_name, decide_by, simulate_after
 from benchmarks.workloads import Case, Engines, Way, Workload
 from foreload.backend.cuda.forward import FastForward
 from foreload.backend.engine import Engine
@@ -31,7 +31,7 @@ from foreload.profiler.schema import HardwareProfile
 from foreload.settings import Settings
 from foreload.shape import ModelShape
 from foreload.simulator.compiled import host
-from foreload.simulator.costs import CostModel, split_costs
+from foreload.simulator.costs import CostModel
 
 PROFILE = "profile-h200-qwen3-30b-a3b.json"
 FIRST_S = 4.0
@@ -65,7 +65,7 @@ def find_costs(engine: Engine, out: Path) -> CostModel | None:
         engine.use_costs(lambda _: rates)
         return None
     costs = CostModel(HardwareProfile.load(path), engine.shape, engine.dtype_name, replayed=True)
-    engine.use_costs(lambda wanted: split_costs(costs, engine.shape, wanted))
+    decide_by(engine, costs)
     return costs
 
 

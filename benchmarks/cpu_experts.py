@@ -152,9 +152,10 @@ def main() -> None:
     parser.add_argument("--isas", help="instruction sets to compare; default: the one that is chosen, as `native`")
     parser.add_argument("--formats", default=",".join(FORMATS))
     given = parser.parse_args()
-    formats = [one for one in FORMATS if one in given.formats.split(",")]
-    if not formats:
-        parser.error(f"--formats: none of {', '.join(FORMATS)} in {given.formats!r}")
+    named = given.formats.split(",")
+    if not set(named) <= set(FORMATS):
+        parser.error(f"--formats {given.formats}: there are {', '.join(FORMATS)}")
+    formats = [one for one in FORMATS if one in named]
     isas = {"native": chosen_isa() or Isa.SCALAR}
     if given.isas:
         isas = {name: Isa[name.upper()] for name in given.isas.split(",")}

@@ -190,6 +190,11 @@ def by_name(counters: NDArray[np.int64]) -> dict[str, int]:
     return {counter.name.lower(): int(counters[:, counter].sum()) for counter in Counter}
 
 
+def decide_by(engine: Engine, costs: CostModel) -> None:
+    """Have an engine share misses out by what a machine is taken to cost."""
+    engine.use_costs(lambda settings: split_costs(costs, engine.shape, settings))
+
+
 class Bench:
     """Trials on one engine, each from an empty cache; `costs` are what it decides by."""
 
@@ -199,12 +204,7 @@ class Bench:
         if isinstance(engine.forward, FastForward):
             engine.forward.behaviours = BEHAVIOURS
         self._replays = {gamma: Replay(work.trace, engine.shape, engine.device) for gamma, work in works.items()}
-        self.decide_by(costs)
-
-    def decide_by(self, costs: CostModel) -> None:
-        """Have the engine share misses out by what this machine is taken to cost."""
-        shape = self._engine.shape
-        self._engine.use_costs(lambda settings: split_costs(costs, shape, settings))
+        decide_by(engine, costs)
 
     def work(self, trial: Trial) -> Workload:
         """What a trial replays."""

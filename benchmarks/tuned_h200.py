@@ -23,6 +23,7 @@ from typing import Any
 
 from benchmarks.beside import PROFILE, Beside, Cell, costs_of, provenance, row, simulate_rows, simulator_ready
 from benchmarks.opened import add_engine_flags, opened
+from benchmarks.replayed import decide_by
 from benchmarks.tuned_grid import FIRST, TOKENS, Budget, Inputs, prepare
 from benchmarks.workloads import Workload
 from foreload.backend.engine import Engine
@@ -32,7 +33,7 @@ from foreload.files import read_mapping, write_json
 from foreload.profiler.schema import HardwareProfile
 from foreload.settings import Settings
 from foreload.shape import ModelShape
-from foreload.simulator.costs import CostModel, split_costs
+from foreload.simulator.costs import CostModel
 from foreload.traces.io import read_trace
 from foreload.traces.schema import Trace
 
@@ -116,14 +117,12 @@ def _measure_link(
     out: Path,
 ) -> None:
     """Rounds on one link: what decides regret, the rest, and that again; simulations beside them."""
-    engine.use_costs(lambda wanted: split_costs(costs, engine.shape, wanted))
+    decide_by(engine, costs)
     groups = [
         cells(of, workload.name, context) for of in prepared["budgets"].values() if of["link_bytes_per_s"] == link
     ]
-    telling, others = (
-        [c for one, _ in groups for c in one],
-        [c for few in zip_longest(*(rest for _, rest in groups)) for c in few if c],
-    )
+    telling = [cell for one, _ in groups for cell in one]
+    others = [cell for few in zip_longest(*(rest for _, rest in groups)) for cell in few if cell]
     beside, known = Beside(engine, [workload], until, link), list(found["rows"])
     for turn in (telling, others, telling, telling, others):
         beside.round(turn)

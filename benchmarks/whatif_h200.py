@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks.beside import PROFILE, simulator_ready
 from benchmarks.decode import workload as made_up
-from benchmarks.replayed import Bench, Lengths, Trial, Workload, predict, shown
+from benchmarks.replayed import Bench, Lengths, Trial, Workload, decide_by, predict, shown
 from benchmarks.validate_h200 import (
     Cell,
     Rounds,
@@ -166,7 +166,7 @@ class Played:
         assumed = machine.link_bytes_per_s
         rounds = Rounds(self._bench, machine.cells, min(until, self._until))
         try:
-            self._bench.decide_by(machine.costs)
+            decide_by(self._engine, machine.costs)
             self._engine.throttle(assumed)
             self._engine.copies.spans = []
             rounds.turn(machine.cells, number)

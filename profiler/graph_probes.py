@@ -208,7 +208,7 @@ def copies(bench: GraphBench, effort: Effort, basis: Basis) -> Iterator[Measurem
     yield from measured
     us = {one.probe: one.p50_us for one in measured}
     plan = median(times.host["plan"] for found in missed.values() for times in found)
-    rest = plan + us["copy_start"] + _one_expert_us(bench, effort, basis) + basis.enter_us
+    rest = plan + us["copy_start"] + basis.enter_us  # one expert is part of the latency
     waits = [max(0.0, turn - count * us["copy"] - rest) for count, turn in turns]
     yield summarise("wait", waits or [0.0])  # whatever else lies between routing and routing
 
@@ -234,16 +234,6 @@ def _of_copies(bench: GraphBench, missed: dict[int, list[LayerTimes]]) -> Iterat
     longest = max(count for count, found in missed.items() if found)
     waited = max(1, round((longest - 1) * median(gaps)))
     yield summarise("after_wait", host, wait_us=waited)
-
-
-def _one_expert_us(bench: GraphBench, effort: Effort, basis: Basis) -> float:
-    """One resident expert, as `resident` measures it."""
-    stage, layers = bench.stage("fetch"), bench.shape.n_moe_layers
-    found = []
-    for turn in in_time(effort.rounds, effort.seconds):
-        step = bench.step([Asked.of(bench.pick(stage.resident, 1, turn + at)) for at in range(layers)])
-        found += [step.turn_us(layer) - basis.latency_us - basis.enter_us for layer in range(layers - 1)]
-    return max(0.0, median(found)) if found else 0.0
 
 
 def company(bench: GraphBench, effort: Effort, basis: Basis) -> Iterator[Measurement]:

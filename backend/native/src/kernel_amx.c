@@ -6,15 +6,17 @@
 #define _GNU_SOURCE
 #include "native.h"
 
+/* How the instructions want the shapes of tiles. */
+typedef struct {
+    uint8_t palette, start, reserved[14];
+    uint16_t columns[16]; /* in bytes */
+    uint8_t rows[16];
+} tiles;
+
 #if defined(FL_AMX_EMULATED)
 #include <string.h>
 
 #define TARGET
-typedef struct {
-    uint8_t palette, start, reserved[14];
-    uint16_t columns[16];
-    uint8_t rows[16];
-} tiles;
 
 static _Thread_local tiles shape;
 static _Thread_local uint8_t tile[8][16][64];
@@ -62,12 +64,6 @@ void fl_amx_end(void) {}
 #define TARGET __attribute__((target("amx-tile,amx-bf16")))
 #define XFEATURE_XTILEDATA 18
 #define ARCH_REQ_XCOMP_PERM 0x1023
-
-typedef struct {
-    uint8_t palette, start, reserved[14];
-    uint16_t columns[16]; /* in bytes */
-    uint8_t rows[16];
-} tiles;
 
 #define configure(to) _tile_loadconfig(to)
 #define LOAD(t, from, stride) _tile_loadd(t, from, stride)

@@ -36,9 +36,10 @@ static size_t input_bytes(int kind, size_t k) {
 /* Where X_MX_BF16 holds element i: the even ones of two blocks of 32 before the odd ones. */
 static size_t mx_place(size_t i) { return (i & ~(size_t)63) | (i & 1) << 5 | (i & 63) >> 1; }
 
-/* The inputs of `tokens` tokens in pairs: elements i (even) and the next of token t. */
-static void put_pair(uint8_t *inputs, int tokens, size_t i, int t, uint16_t first, uint16_t second) {
-    ((uint32_t *)inputs)[i / 2 * (size_t)tokens + (size_t)t] = first | (uint32_t)second << 16;
+/* Elements from .. from + n (both even) of token t among the inputs of `tokens` tokens in X_PAIRS. */
+static void put_pairs(uint8_t *inputs, int tokens, int t, size_t from, size_t n, const float *values) {
+    uint32_t *pairs = (uint32_t *)inputs + from / 2 * (size_t)tokens + (size_t)t;
+    for (size_t i = 0; i < n; i += 2, pairs += tokens) *pairs = to_bf16(values[i]) | (uint32_t)to_bf16(values[i + 1]) << 16;
 }
 
 /* Elements from .. from + n of an input row of k, held as `kind`; `from` is a multiple of FL_BLOCK for X_I16. */
@@ -116,15 +117,6 @@ static int copy_inputs(fl_job *job, const fl_work *work) {
     for (int t = 0; t < work->tokens; t++) {
         const uint16_t *words = (const uint16_t *)work->x + t * hidden;
         uint16_t *row = (uint16_t *)(job->x + t * job->x_stride);
-        if (job->choice.x_kind == FL_X_PAIRS) {
-            const float *plain = (const float *)work->x + t * hidden;
-            for (size_t i = 0; i < hidden; i += 2)
-                if (work->x_bf16)
-                    put_pair(job->x, work->tokens, i, t, words[i], words[i + 1]);
-                else
-                    put_pair(job->x, work->tokens, i, t, to_bf16(plain[i]), to_bf16(plain[i + 1]));
-            continue;
-        }
         if (work->x_bf16 && job->choice.x_kind == FL_X_MX_BF16) {
             for (size_t i = 0; i < hidden; i++) row[mx_place(i)] = words[i];
             continue;
@@ -133,7 +125,10 @@ static int copy_inputs(fl_job *job, const fl_work *work) {
             for (size_t i = 0; i < hidden; i++) values[i] = from_bf16(words[i]);
         else
             memcpy(values, (const float *)work->x + t * hidden, hidden * sizeof(float));
-        put_inputs(job->choice.x_kind, job->x + t * job->x_stride, hidden, 0, hidden, values);
+        if (job->choice.x_kind == FL_X_PAIRS)
+            put_pairs(job->x, work->tokens, t, 0, hidden, values);
+        else
+            put_inputs(job->choice.x_kind, job->x + t * job->x_stride, hidden, 0, hidden, values);
     }
     free(values);
     return 0;
@@ -294,7 +289,7 @@ static void gate_up(const fl_job *job, int expert, int pair, int tokens, int fro
     const fl_layout *l = &job->layout;
     matrix m = part(job, expert, 0);
     const void *x[FL_TOKENS] = {job->x};
-    float found[FL_ROWS][FL_TOKENS], active[2][FL_TOKENS], middle[FL_TOKENS][FL_BLOCK];
+    float found[FL_ROWS][FL_TOKENS], active[FL_TOKENS], middle[FL_TOKENS][FL_BLOCK];
     int in_pairs = job->choice.x_kind == FL_X_PAIRS;
     for (int t = 0; t < tokens && !in_pairs; t++) x[t] = job->x + (size_t)job->x_rows[pair + t] * job->x_stride;
     for (int i = from; i < to; i += 2) {
@@ -306,16 +301,17 @@ static void gate_up(const fl_job *job, int expert, int pair, int tokens, int fro
         dots(job, &m, row, 2 * n, x, in_pairs ? job->tokens : tokens, found);
         for (int r = 0; in_pairs && r < 2 * n; r++) mine(found[r], job->x_rows + pair, tokens);
         for (int j = 0; j < n; j++) {
-            activate(l, found[j], found[n + j], tokens, active[j]);
-            for (int t = 0; t < tokens; t++) middle[t][i - from + j] = active[j][t];
+            activate(l, found[j], found[n + j], tokens, active);
+            for (int t = 0; t < tokens; t++) middle[t][i - from + j] = active[t];
         }
-        for (int t = 0; in_pairs && t < tokens; t++)
-            put_pair(job->middle + (size_t)pair * job->middle_stride, tokens, (size_t)i, t, to_bf16(active[0][t]),
-                     to_bf16(active[1][t]));
     }
-    for (int t = 0; t < tokens && !in_pairs; t++)
-        put_inputs(job->choice.x_kind, job->middle + (size_t)(pair + t) * job->middle_stride, (size_t)l->width,
-                   (size_t)from, (size_t)(to - from), middle[t]);
+    uint8_t *rows = job->middle + (size_t)pair * job->middle_stride;
+    for (int t = 0; t < tokens; t++)
+        if (in_pairs)
+            put_pairs(rows, tokens, t, (size_t)from, (size_t)(to - from), middle[t]);
+        else
+            put_inputs(job->choice.x_kind, rows + (size_t)t * job->middle_stride, (size_t)l->width, (size_t)from,
+                       (size_t)(to - from), middle[t]);
 }
 
 static void down(const fl_job *job, int expert, int pair, int tokens, int from, int to) {
