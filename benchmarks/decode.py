@@ -1,14 +1,15 @@
 """Decode speed of settings on one engine: replayed routing, interleaved repeats, medians, ratio to the floor.
 
-    python -m benchmarks.decode --model shape:qwen3-30b-a3b --out DIR [--trace FILE] [--device cuda] [--format mxfp4]
+    python -m benchmarks.decode --out DIR [--model shape:qwen3-30b-a3b] [--trace FILE ...] [--device cuda]
         [--sections resident,no-cache,cached,contexts,drafts] [--ratios 0.17,0.25,0.5] [--contexts 1024,4096]
-        [--gammas 2,4,8] [--settings FILE] [--steps 24] [--repeats 3] [--minutes M]
+        [--format mxfp4] [--gammas 2,4,8] [--settings FILE] [--steps 24] [--repeats 3] [--minutes M]
 
 Sections: everything resident; no cache; caches of some sizes beside llama.cpp's placement; long contexts, on demand
 beside executed predictions; drafts forced on. Routing is replayed from --trace, or made with published statistics
-(`trace synthesize --preset qwen3`) in the model's shape; verify windows and executed predictions are made of it. Writes
-DIR/decode.json (every repeat, rates, machine) after every round, and DIR/decode.md. A cell is not begun that would not
-end before the minutes are over: the result names it.
+(`trace synthesize --preset qwen3`) in the model's shape; verify windows and executed predictions are made of it. Of a
+recording that holds verify windows, drafts alone are measured: those windows, shorter ones made with its acceptance,
+and its text without drafts. Writes DIR/decode.json (every repeat, rates, machine) after every round, and DIR/decode.md.
+A cell is not begun that would not end before the minutes are over: the result names it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 
 from benchmarks.decode_rows import Rates, bars, drafts, measure_rates, overlap, rows
-from benchmarks.decode_runs import MARKED, Cell, Kind, Routings, run_cell
+from benchmarks.decode_runs import MARKED, Cell, Kind, Routings, recorded_gamma, run_cell
 from foreload.backend.engine import Engine, EngineOptions
 from foreload.backend.models.checkpoint import Checkpoint
 from foreload.errors import ForeloadError, UsageError
@@ -93,7 +94,9 @@ class Grid:
     """The cells of every section for one engine."""
 
     def __init__(self, engine: Engine, routing: Mapping[str, Trace], wanted: Wanted) -> None:
-        self._engine, self._routing, self._wanted = engine, routing, wanted
+        self._engine, self._wanted = engine, wanted
+        self._plain = {name: trace for name, trace in routing.items() if not recorded_gamma(trace)} or routing
+        self._drafted = {name: recorded_gamma(trace) for name, trace in routing.items()}
         self._threads = max(1, cores() - 1)
 
     def cells(self, section: str) -> list[Cell]:
@@ -116,20 +119,20 @@ class Grid:
 
     def _resident(self) -> list[Cell]:
         """Experts that are never routed to stay absent under `demand`, so that the host is asked in every layer."""
-        routing = next(iter(self._routing))
+        routing = next(iter(self._plain))
         asked = self._cell("resident", "resident, a decision per layer", "resident", routing, cache_ratio=1.0)
         asked.rehearsed = True
         launched = {"cache_ratio": 1.0, "admission": "none"}
         return [self._cell("resident", "resident, one launch", "resident", routing, **launched), asked]
 
     def _no_cache(self) -> list[Cell]:
-        routing, on_cpu = next(iter(self._routing)), {"cpu_threads": self._threads, "admission": "none"}
+        routing, on_cpu = next(iter(self._plain)), {"cpu_threads": self._threads, "admission": "none"}
         found = [
             self._cell("no cache", "on_demand", "fetch", routing, cache_ratio=0),
             self._cell("no cache", "split", "split", routing, cache_ratio=0, miss_action="split", **on_cpu),
             self._cell("no cache", "cpu", "cpu", routing, cache_ratio=0, miss_action="cpu", **on_cpu),
         ]
-        if ("gate", 1) in self._routing[routing].predictions:
+        if ("gate", 1) in self._plain[routing].predictions:
             found.insert(1, self._cell("no cache", "router_pf", "fetch", routing, cache_ratio=0, **SPECULATING))
             for width in FEW_AHEAD:
                 fields = {"cache_ratio": 0, "miss_action": "split", **on_cpu, **AHEAD, "prefetch_width": width}
@@ -139,13 +142,13 @@ class Grid:
     def _cached(self) -> list[Cell]:
         split = {"miss_action": "split", "cpu_threads": self._threads, "admission": "background"}
         found = []
-        for number, routing in enumerate(self._routing):
+        for number, routing in enumerate(self._plain):
             for ratio in self._wanted.ratios:
                 lfru = {**split, "eviction": "lfru"}
                 kinds: dict[str, dict[str, Any]] = {"split, lfru": lfru}
                 if not number:  # the others beside the first routing alone
                     kinds |= {"split": split, "split, fetched kept": {**lfru, "admission": "demand"}, "fetch": {}}
-                    if ("gate", 1) in self._routing[routing].predictions:
+                    if ("gate", 1) in self._plain[routing].predictions:
                         kinds["split, 2 ahead"] = {**lfru, **AHEAD, "prefetch_width": 2}
                 placed = preset_settings("llama_cpp", self._engine.shape, self._threads, cache_ratio=ratio)
                 cells = [self._cell("cached", f"llama_cpp {ratio:g}", "placed", routing, **_own_fields(placed))]
@@ -164,10 +167,10 @@ class Grid:
     def _contexts(self) -> list[Cell]:
         limit = self._engine.options.context_tokens - FEW - MARKED - 8
         fitting = [context for context in self._wanted.contexts if context <= limit]
-        routing, found = next(iter(self._routing)), []
+        routing, found = next(iter(self._plain)), []
         for context in fitting:
             for name, fields in (("on_demand", {}), ("router_pf", SPECULATING)):
-                if fields and ("gate", 1) not in self._routing[routing].predictions:
+                if fields and ("gate", 1) not in self._plain[routing].predictions:
                     continue
                 cell = self._cell("contexts", name, "fetch", routing, cache_ratio=0, **fields)
                 cell.context, cell.steps = context, min(FEW, self._wanted.steps)
@@ -179,7 +182,10 @@ class Grid:
         split = {"miss_action": "split", "cpu_threads": self._threads, "admission": "background"}
         found, ratio = [], self._wanted.ratios[min(1, len(self._wanted.ratios) - 1)]
         for gamma in (0, *self._wanted.gammas):
-            for routing in self._routing:
+            for routing, recorded in self._drafted.items():
+                elsewhere = gamma in self._drafted.values() and gamma != recorded
+                if gamma and recorded and (gamma > recorded or elsewhere):
+                    continue
                 draft = {"draft": {"kind": "ngram", "gamma": gamma}} if gamma else {}
                 name, kind = (f"drafts, gamma {gamma}", "drafted") if gamma else ("no drafts", "cached")
                 cell = self._cell("drafts", name, kind, routing, cache_ratio=ratio, **split, **draft)  # type: ignore[arg-type]
@@ -318,7 +324,7 @@ def arguments(args: Sequence[str] | None = None) -> argparse.Namespace:
     """The flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="shape:qwen3-30b-a3b")
-    parser.add_argument("--trace", type=Path)
+    parser.add_argument("--trace", type=Path, action="append", default=[])
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--format", help="expert_format")
@@ -349,10 +355,9 @@ def main(args: Sequence[str] | None = None, checkpoint: Checkpoint | None = None
         link_bytes_per_s=int(given.link) if given.link else None,
         eager=given.eager,
     )
-    if given.trace is None:
+    routing = {path.stem: read_trace(path) for path in given.trace}
+    if not routing:
         routing = {"synthetic": workload(model.shape, recorded)}
-    else:
-        routing = {given.trace.stem: read_trace(given.trace)}
     wanted = Wanted(
         given.out,
         tuple(given.sections.replace("-", " ").split(",")),

@@ -20,7 +20,7 @@ from foreload.backend.policy.state import DECODE as DECODING
 from foreload.backend.replay import Replay
 from foreload.errors import UsageError
 from foreload.settings import Settings
-from foreload.traces.remodel import executing, with_windows
+from foreload.traces.remodel import acceptance, executing, with_windows, without_windows
 from foreload.traces.schema import Trace
 
 Kind = Literal["resident", "fetch", "cpu", "split", "cached", "placed", "drafted"]
@@ -85,6 +85,11 @@ class Cell:
         return median(run.tpot_ms for run in self.runs)
 
 
+def recorded_gamma(trace: Trace) -> int:
+    """Drafts of each verify window that it holds; 0 for a recording of plain decode."""
+    return int(trace.meta.sampling.get("gamma", 0))
+
+
 class Routings:
     """The recordings of a run on the engine's device, made over for what a cell's settings do."""
 
@@ -99,8 +104,12 @@ class Routings:
         key = (cell.routing, cell.gamma, settings.predictor if layers else "")
         if key not in self._made:
             trace = self._traces[cell.routing]
-            if cell.gamma and trace.meta.sampling.get("gamma", 0) != cell.gamma:
-                trace = with_windows(trace, settings.draft.kind, cell.gamma, (ACCEPTED,))
+            recorded = recorded_gamma(trace)
+            if cell.gamma != recorded:
+                kept = acceptance(trace) if recorded else (ACCEPTED,)
+                trace = without_windows(trace)
+                if cell.gamma:
+                    trace = with_windows(trace, settings.draft.kind, cell.gamma, kept)
             if layers:
                 trace = executing(trace, settings.predictor, layers)
             self._made[key] = Replay(trace, shape, self._engine.device)

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from benchmarks import h200
-from benchmarks.decode import main, on_engine, workload
+from benchmarks.decode import Measurement, Wanted, main, on_engine, workload
 from benchmarks.decode_rows import bars
 from foreload.backend.engine import Engine, EngineOptions
 from foreload.backend.models.checkpoint import Checkpoint
 from foreload.errors import UsageError
 from foreload.settings import Settings
+from foreload.traces.remodel import with_windows
 from foreload.traces.schema import Trace
 
 SMALL = {
@@ -105,6 +106,21 @@ def test_predictions_and_drafts_beside_what_they_are_instead_of(found: dict[str,
     (forced,) = found["drafts"]
     assert forced["wins"] == (forced["tokens_per_step"] > forced["break_even"])
     assert forced["experts_per_layer_step"] > 2
+
+
+@pytest.mark.integration
+def test_recorded_windows_beside_shorter_ones_and_their_text_alone(tmp_path: Path) -> None:
+    model = Checkpoint.random("qwen3-30b-a3b", **SMALL)
+    plain = workload(model.shape, 120)
+    routing = {f"text-{gamma}": with_windows(plain, "ngram", gamma, (1.0, 0.0)) for gamma in (3, 4)}
+    wanted = Wanted(tmp_path, ("drafts",), 16, ratios=(0.5,), gammas=(2, 3, 4), steps=6, repeats=1)
+    options = EngineOptions(device="cpu", context_tokens=256, link_bytes_per_s=10**9)
+    with Engine(model, options, Settings(cache_ratio=0.0)) as engine:
+        result = Measurement(engine, routing, wanted).run()
+    assert result["left_out"] == []
+    ran = {(r["routing"], r["gamma"]) for r in result["rows"]}
+    assert ran == {("text-3", 0), ("text-3", 2), ("text-3", 3), ("text-4", 0), ("text-4", 2), ("text-4", 4)}
+    assert {r["tokens_per_step"] for r in result["rows"]} == {1.0, 2.0}  # the first draft is kept, the second never
 
 
 @pytest.mark.integration
