@@ -295,7 +295,7 @@ def markdown(found: dict[str, Any]) -> str:
 def on_engine(engine: Engine, routing: Mapping[str, Trace], until: float, out: Path) -> dict[str, Any]:
     """The rows on an open engine, the most important first, until a time on the monotonic clock."""
     return Measurement(
-        engine, routing, Wanted(out, tuned=tuned_of(sorted(out.glob("tuned-*.json"))), until=until)
+        engine, routing, Wanted(out, tuned=tuned_of(sorted(out.glob("tuned-[0-9]*.json"))), until=until)
     ).run()
 
 

@@ -4,9 +4,9 @@
         [--device cuda] [--model shape:qwen3-30b-a3b] [--context 2048] [--layers N]
 
 Parts: kernels (their tests, compiled) and exactness (bit-identity with poison and delays, on `mini`) by themselves; the
-others are `on_engine` of the benchmark of that name, all on one engine that is opened once. A number is the seconds a
-part may take; the last without one has what is left. Each part is written to DIR/h200.json when it ends; one that fails
-is reported there and the next one runs.
+others are `on_engine` of the benchmark of that name, all on one engine that is opened once (tuned_slow: `tuned`, on the
+slower link alone). A number is the seconds a part may take; the last without one has what is left. Each part is written
+to DIR/h200.json when it ends; one that fails is reported there and the next one runs.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ SHARED: dict[str, Shared] = {
     "drift": drift.on_engine,
     "validate": validate_h200.on_engine,
     "tuned": tuned_h200.on_engine,
+    "tuned_slow": partial(tuned_h200.measure, links=tuned_h200.LINKS[1:]),
     "union": union_h200.on_engine,
     "spac": spac_h200.on_engine,
     "whatif": whatif_h200.on_engine,
@@ -173,7 +175,7 @@ def main(args: Sequence[str] | None = None, checkpoint: Checkpoint | None = None
         "software": software(),
     }
     bench, chosen = Bench(given, checkpoint), parts(given.parts)
-    tunes = "tuned" in dict(chosen) and not (given.out / tuned_h200.PREPARED).exists()
+    tunes = any(name.startswith("tuned") for name, _ in chosen) and not (given.out / tuned_h200.PREPARED).exists()
     simulated = given.device == "cuda" and tunes  # the other parts are simulated afterwards
     compiling = in_background() if simulated else None
     for name, seconds in chosen:
