@@ -45,6 +45,7 @@ class Load(NamedTuple):
     resident: int
     late: int  # demanded and under way
     backlog_ns: int  # R: until those, and copies before them, are done
+    ahead_ns: int = 0  # what the link has to copy for the next layers, once it is done with this one
 
 
 @uncounted
@@ -78,10 +79,30 @@ def cpu_ns(experts: int, tokens: int, costs: SplitCosts) -> int:
 
 
 @uncounted
+def head_start_ns(fetched: int, end_ns: int, load: Load, costs: SplitCosts) -> int:
+    """What is worth to the next layers what the link copies for them before they ask, if this one ends at `end_ns`.
+
+    Link and CPU work side by side. Where both always have work, a layer-step takes as long however an expert more is
+    given to one of them if a nanosecond of the link is worth cpu / (cpu + t_io), cpu being an expert more on the CPU.
+    """
+    if load.ahead_ns == 0:
+        return 0
+    idle = end_ns + costs.dense_ns - load.backlog_ns - fetched * costs.io_ns
+    most = len(costs.cpu_ns) - 1
+    one = _at(costs.cpu_ns, most) // max(1, most)
+    return min(load.ahead_ns, max(0, idle)) * one // max(1, one + costs.io_ns)
+
+
+@uncounted
 def objective_ns(fetched: int, left: int, left_tokens: int, load: Load, rules: Rules, costs: SplitCosts) -> int:
-    """What is to be small: the end of both parts, or (`balance`) the time between their ends."""
+    """What is to be small: the end of both parts less the next layers' head start, or (`balance`) the time between the
+    parts' ends.
+    """
     on_gpu, on_cpu = gpu_ns(fetched, load, costs), cpu_ns(left, left_tokens, costs)
-    return abs(on_gpu - on_cpu) if rules.objective == BALANCE else max(on_gpu, on_cpu)
+    if rules.objective == BALANCE:
+        return abs(on_gpu - on_cpu)
+    end_ns = max(on_gpu, on_cpu)
+    return end_ns - head_start_ns(fetched, end_ns, load, costs)
 
 
 @uncounted

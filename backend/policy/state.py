@@ -17,10 +17,11 @@ DEMAND, PREFETCH, UPLOAD, DISCARD, AHEAD = 0, 1, 2, 3, 4
 """Why a copy was made. Queue priority is that order, AHEAD with PREFETCH. DISCARD: a copy in flight that nobody wants
 any more. AHEAD: a prefetch for the layer's next step; it holds a persistent slot from the moment it is queued."""
 
-N_FREE, N_QUEUED, N_IN_FLIGHT, SEQUENCE, STEP, N_DEMAND_HELD, N_UNFILLED, LAYER = 0, 1, 2, 3, 4, 5, 6, 7
-N_SCALARS = 8
+N_FREE, N_QUEUED, N_IN_FLIGHT, SEQUENCE, STEP, N_DEMAND_HELD, N_UNFILLED, LAYER, N_AHEAD = 0, 1, 2, 3, 4, 5, 6, 7, 8
+N_SCALARS = 9
 """Indices into `scalars`. DEMAND_HELD: staging slots the running layer-step's demand holds and will give back.
-UNFILLED: persistent slots no expert occupies yet. LAYER: the computing layer, the first between two steps."""
+UNFILLED: persistent slots no expert occupies yet. LAYER: the computing layer, the first between two steps. N_AHEAD:
+prefetches queued since the last demand: about what the next one queues."""
 
 HITS, LATE, MISSES, FETCHED, ON_CPU, PREFETCHED, WASTED, CANCELLED, UPLOADED = 0, 1, 2, 3, 4, 5, 6, 7, 8
 N_COUNTERS = 9

@@ -32,6 +32,7 @@ from foreload.backend.policy.state import (
     LATE,
     LAYER,
     MISSES,
+    N_AHEAD,
     N_DEMAND_HELD,
     N_FREE,
     N_IN_FLIGHT,
@@ -163,7 +164,9 @@ def demand(
     counters[HITS] += resident
     counters[LATE] += late
     counters[MISSES] += absent
-    load = Load(resident, late, link_backlog_ns(state.scalars[N_IN_FLIGHT], ahead, costs.io_ns))
+    backlog = link_backlog_ns(state.scalars[N_IN_FLIGHT], ahead, costs.io_ns)
+    load = Load(resident, late, backlog, state.scalars[N_AHEAD] * costs.io_ns)
+    state.scalars[N_AHEAD] = 0
     return _fetch(state, rules, layer, experts, counts, missing[:absent], load, costs, action)
 
 
@@ -190,7 +193,7 @@ def prefetch(state: PolicyState, rules: Rules, layer: int, predicted: NDArray[np
             continue
         status = state.status[layer, expert]
         if status == ABSENT and _room(state, rules.reserve):
-            enqueue(state, layer, expert, PREFETCH)
+            state.scalars[N_AHEAD] += enqueue(state, layer, expert, PREFETCH)
         elif status == IN_FLIGHT and state.purpose[layer, expert] == DISCARD:
             state.purpose[layer, expert] = PREFETCH
             state.counters[DECODE, layer, WASTED] -= 1
