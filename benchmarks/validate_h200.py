@@ -5,11 +5,11 @@
     python -m benchmarks.validate_h200 --out DIR --predict [--model ...] [--trace FILE]
 
 The settings are fixed and the profile is there before anything is measured. Rounds over the settings come in an order
-drawn by a seed (settings that launch the same graphs stay together). Every second round is only of those whose misses
-the CPU serves: two of their turns are one repeat. Predictions are made of the profile and the routing alone, before the
-rounds, or where that would take compiling, afterwards from what DIR holds (--predict).
-Writes DIR/validate-h200-runs.json, every repeat, and with predictions DIR/validate-h200.json, a list of rows, and
-DIR/validate-h200-summary.json.
+drawn by a seed (settings that launch the same graphs stay together). Those whose misses the CPU serves are measured
+first and in a row, since other load on the host changes over minutes; two of their turns are one repeat. Predictions
+are made of the profile and the routing alone, before the rounds, or where that would take compiling, afterwards from
+what DIR holds (--predict). Writes DIR/validate-h200-runs.json, every repeat, and with predictions
+DIR/validate-h200.json, a list of rows, and DIR/validate-h200-summary.json.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
@@ -45,6 +45,8 @@ from foreload.traces.schema import Trace
 
 NAME = "validate-h200"
 CONTEXT, SEED, ROUNDS = 1024, 0, 6
+FIRST = 4
+"""Rounds of settings with CPU experts before any of the others."""
 ROOMY_S, SHORT = 200, Lengths(warm=12, steps=16, warm_windows=4, windows=8)
 """With less time than this, fewer steps: three repeats of every setting say more than long ones."""
 
@@ -112,8 +114,8 @@ class Rounds:
         self.left_out: list[str] = []
         self._overhead_s = 1.0  # of a turn beyond its steps, the longest so far
 
-    def turn(self, cells: Sequence[Cell], number: int) -> bool:
-        """One repeat of each, in an order of its own; False if the time was over."""
+    def turn(self, cells: Sequence[Cell], number: int) -> None:
+        """One repeat of each, in an order of its own."""
         for cell in self._order(cells, number):
             work = self._bench.work(cell.trial)
             tpot_ns = [run.tpot_ns for run in cell.runs] or [cell.predicted.figures.tpot_ns if cell.predicted else 0.0]
@@ -128,7 +130,6 @@ class Rounds:
                 self.left_out.append(f"turn {number}: {cell.trial.describe()}: {type(error).__name__}: {error}")
                 continue
             self._overhead_s = max(self._overhead_s, time.monotonic() - begun - sum(cell.runs[-1].step_ns) / 1e9)
-        return time.monotonic() + self._overhead_s < self._until
 
     @staticmethod
     def _order(cells: Sequence[Cell], number: int) -> list[Cell]:
@@ -140,6 +141,16 @@ class Rounds:
         for group in groups.values():
             rng.shuffle(group)
         return [cell for name in names for cell in groups[name]]
+
+
+def in_order(rounds: int) -> Iterator[tuple[int, bool]]:
+    """Rounds and whether they are of settings with CPU experts; the others have half as many."""
+    yield from ((number, True) for number in range(min(FIRST, rounds)))
+    yield from ((number, False) for number in range(0, min(FIRST, rounds), 2))
+    for number in range(FIRST, rounds):
+        yield number, True
+        if number % 2:
+            yield number - 1, False
 
 
 def predicted_cells(
@@ -204,15 +215,14 @@ def validate(
         "lengths": vars(wanted.lengths),
         "predicting_s": time.monotonic() - begun,
         "refused": refused,
+        "rounds": wanted.rounds,
     }
     rounds = Rounds(Bench(engine, works, costs), cells, wanted.until)
-    for number in range(wanted.rounds):
-        more = rounds.turn([cell for cell in cells if cell.on_cpu or not number % 2], number)
-        found |= {"rounds": number + 1, "left_out": rounds.left_out, "measuring_s": time.monotonic() - begun}
+    for number, on_cpu in in_order(wanted.rounds):
+        rounds.turn([cell for cell in cells if cell.on_cpu == on_cpu], number)
+        found |= {"left_out": rounds.left_out, "measuring_s": time.monotonic() - begun}
         write_json(out / f"{NAME}-runs.json", [kept(cell) for cell in cells])
         _write(out, found, cells, profile, engine.expert_bytes)
-        if not more:
-            break
     engine.warm_by(None)
     return found
 

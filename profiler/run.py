@@ -20,7 +20,7 @@ from foreload.profiler.bench import Bench
 from foreload.profiler.formats import by_format
 from foreload.profiler.graph_bench import GraphBench
 from foreload.profiler.schema import HardwareProfile, Measurement, ProfileMeta
-from foreload.profiler.stats import averaged, host_samples
+from foreload.profiler.stats import host_samples, middle_of_each
 from foreload.profiler.system import this_gpu
 from foreload.settings import Settings
 from foreload.shape import ModelShape
@@ -30,7 +30,7 @@ Groups = tuple[tuple[str, Callable[[], Iterator[Measurement]]], ...]
 GRAPHS = "graphs"
 """The path of an engine whose decode steps are graphs, in its own words and in a profile's."""
 ON_CPU = "experts on the CPU"
-"""The group of probes that other load on the host disturbs most: where steps are graphs it is measured three times."""
+"""The group of probes that other load on the host disturbs most."""
 
 
 def profile(
@@ -70,7 +70,7 @@ def profile(
     if progress is not None:
         progress("done", len(groups), len(groups))
     meta = _meta(engine, mode, noise).model_copy(update={"left_out": tuple(left_out)})
-    return HardwareProfile(meta=meta, measurements=tuple(averaged(found)))
+    return HardwareProfile(meta=meta, measurements=tuple(middle_of_each(found)))
 
 
 def _eager(engine: Engine, effort: probes.Effort, found: list[Measurement]) -> tuple[Bench, Groups]:
@@ -93,8 +93,14 @@ def _eager(engine: Engine, effort: probes.Effort, found: list[Measurement]) -> t
 
 
 def _graphs(engine: Engine, effort: probes.Effort) -> tuple[Bench, Groups]:
-    """What is measured where decode steps are graphs."""
+    """What is measured where decode steps are graphs: what every step is made of three times over the run, as a device
+    may be quicker at its beginning and other load comes and goes.
+    """
     bench, basis = GraphBench(engine), graph_probes.Basis()
+
+    def blocks(basis: graph_probes.Basis) -> Iterator[Measurement]:
+        yield from graph_probes.entering(bench, effort, basis)
+        yield from graph_probes.resident(bench, effort, basis)
 
     def windows_of() -> Iterator[Measurement]:
         yield from graph_windows.resident_windows(bench, effort, basis)
@@ -102,17 +108,18 @@ def _graphs(engine: Engine, effort: probes.Effort) -> tuple[Bench, Groups]:
         yield from windows.drafts(bench, effort.rounds)
 
     return bench, (
-        ("entering layers", lambda: graph_probes.entering(bench, effort, basis)),
-        ("decode blocks", lambda: graph_probes.resident(bench, effort, basis)),
+        ("decode blocks", lambda: blocks(basis)),
         ("copies", lambda: graph_probes.copies(bench, effort, basis)),
         ("copies beside decoding", lambda: graph_probes.company(bench, effort, basis)),
         (ON_CPU, lambda: graph_cpu.cpu_experts(bench, effort)),
         ("predictions", lambda: graph_probes.variants(bench, effort, basis)),
         ("prefill", lambda: probes.prefill(bench, effort)),
         ("verify steps", windows_of),
+        ("decode blocks, again", lambda: blocks(graph_probes.Basis())),
         (f"{ON_CPU}, again", lambda: graph_cpu.cpu_experts(bench, effort)),
         ("link", lambda: probes.sizes(bench, effort)),
         ("formats", lambda: by_format(bench, effort.rounds, probes.thread_counts(), effort.seconds / 4)),
+        ("decode blocks, once more", lambda: blocks(graph_probes.Basis())),
         (f"{ON_CPU}, once more", lambda: graph_cpu.cpu_experts(bench, effort)),
     )
 

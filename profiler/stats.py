@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from statistics import fmean
+from statistics import median
 
 import numpy as np
 import torch
@@ -35,20 +35,20 @@ def summarise_device(probe: str, host_us: Sequence[float], device_us: Sequence[f
     return found.model_copy(update={"repeats": len(device_us)})
 
 
-def averaged(found: Sequence[Measurement]) -> list[Measurement]:
-    """The same with one measurement of each point: where there were several, their means; the worst 95th percentile."""
+def middle_of_each(found: Sequence[Measurement]) -> list[Measurement]:
+    """The same with one measurement of each point: of several the medians and the worst 95th percentile."""
     points: dict[tuple[str, tuple[tuple[str, int], ...]], list[Measurement]] = {}
     for one in found:
         points.setdefault((one.probe, tuple(sorted(one.at.items()))), []).append(one)
-    return [several[0] if len(several) == 1 else _mean(several) for several in points.values()]
+    return [several[0] if len(several) == 1 else _middle(several) for several in points.values()]
 
 
-def _mean(several: Sequence[Measurement]) -> Measurement:
+def _middle(several: Sequence[Measurement]) -> Measurement:
     return several[0].model_copy(
         update={
-            "p50_us": round(fmean(one.p50_us for one in several), 3),
+            "p50_us": round(median(one.p50_us for one in several), 3),
             "p95_us": max(one.p95_us for one in several),
-            "gpu_us": round(fmean(one.gpu_us for one in several), 3),
+            "gpu_us": round(median(one.gpu_us for one in several), 3),
             "gpu_p95_us": max(one.gpu_p95_us for one in several),
             "repeats": sum(one.repeats for one in several),
         }

@@ -125,12 +125,12 @@ def fetch_count(rules: Rules, tokens: NDArray[np.int32], load: Load, costs: Spli
         for i in range(absent):
             worth += tokens[i] * one >= costs.io_ns + _at(costs.gpu_ns, 1)
         return worth
-    best, best_ns, left = 0, -1, 0
+    best, best_ns, left = 0, 0, 0
     for i in range(absent):
         left += tokens[i]
     for fetched in range(absent + 1):
         time_ns = objective_ns(fetched, absent - fetched, left, load, rules, costs)
-        if best_ns < 0 or time_ns <= best_ns:
+        if fetched == 0 or time_ns <= best_ns:
             best, best_ns = fetched, time_ns
         if fetched < absent:
             left -= tokens[fetched]
@@ -147,7 +147,7 @@ def fetch_level(
     """
     if rules.tau != TAU_AUTO:
         return rules.tau
-    best, best_ns = 0, -1
+    best, best_ns = 0, 0
     for tau in range(rules.levels + 1, 0, -1):
         fetched, left_tokens = 0, 0
         for i in range(len(tokens)):
@@ -156,7 +156,7 @@ def fetch_level(
             else:
                 left_tokens += tokens[i]
         time_ns = objective_ns(fetched, len(tokens) - fetched, left_tokens, load, rules, costs)
-        if best_ns < 0 or time_ns <= best_ns:
+        if best == 0 or time_ns <= best_ns:
             best, best_ns = tau, time_ns
     return best
 

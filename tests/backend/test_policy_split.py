@@ -78,10 +78,10 @@ def test_the_best_of_all_counts(objective: str, costs: SplitCosts, tokens: list[
 def test_no_subset_ends_earlier(costs: SplitCosts, tokens: list[int], load: Load) -> None:
     """All copies cost the same, so the first n of the order are the best n."""
     n = fetch_count(rules(), int32(tokens), load, costs)
-    every = range(len(tokens))
+    every = set(range(len(tokens)))
     subsets = [set(chosen) for size in range(len(tokens) + 1) for chosen in combinations(every, size)]
     ends = [
-        objective_ns("makespan", [tokens[i] for i in chosen], [tokens[i] for i in every if i not in chosen], load, costs)
+        objective_ns("makespan", [tokens[i] for i in chosen], [tokens[i] for i in every - chosen], load, costs)
         for chosen in subsets
     ]
     assert objective_ns("makespan", tokens[:n], tokens[n:], load, costs) == min(ends)
