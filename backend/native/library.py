@@ -20,10 +20,7 @@ VARIABLE = "FORELOAD_CPU_ISA"
 
 
 class Isa(IntEnum):
-    """Instruction sets of the CPU experts; `AVX512_ALL` has bf16 pairs and VNNI. Arm runs `SCALAR`, as built.
-
-    `AMX_BF16` also multiplies bf16 weights in tiles, for all tokens at once; it runs only if it is asked for.
-    """
+    """Instruction sets of the CPU experts; `AVX512_ALL` has bf16 pairs and VNNI. Arm runs `SCALAR`, as built."""
 
     SCALAR = 0
     AVX2 = 1
@@ -31,7 +28,6 @@ class Isa(IntEnum):
     AVX512_BF16 = 3
     AVX512_VNNI = 4
     AVX512_ALL = 5
-    AMX_BF16 = 6
 
 
 class CLayout(ctypes.Structure):
@@ -101,16 +97,11 @@ def load() -> Library:
     """The native library; never raises."""
     if not PATH.exists():
         return Library(None, f"{PATH.name} was not built: a C compiler is needed when the package is installed")
-    return opened(PATH)
-
-
-def opened(path: Path) -> Library:
-    """The library in a file; never raises."""
     try:
-        handle = ctypes.CDLL(str(path))
+        handle = ctypes.CDLL(str(PATH))
         wrong = _declare(handle)
     except (OSError, AttributeError) as error:
-        return Library(None, f"{path.name} cannot be loaded: {error}")
+        return Library(None, f"{PATH.name} cannot be loaded: {error}")
     return Library(None, wrong) if wrong else Library(handle)
 
 
@@ -125,8 +116,7 @@ def chosen_isa(library: Library | None = None) -> Isa | None:
         if name not in known:
             raise UsageError(f"{VARIABLE} is {name!r}: this machine runs {', '.join([*known, 'torch'])}")
         return Isa[name.upper()]
-    usual = [isa for isa in found if isa is not Isa.AMX_BF16]
-    return usual[-1] if usual else None
+    return found[-1] if found else None
 
 
 def describe() -> str:

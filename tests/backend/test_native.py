@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreload.backend.experts.blocks import BlockCodec, run_expert
-from foreload.backend.native import Isa, Library, NativePool, Plan, c_layout, load
-from foreload.backend.native.library import opened
+from foreload.backend.native import Isa, NativePool, Plan, c_layout, load
 from foreload.formats import FORMATS, PackedFormat, block_layout
 from foreload.shape import Activation, ModelShape
 
@@ -72,18 +71,11 @@ class Case:
         of = [self.x[self.rows[a:b]].double() for a, b in zip(self.first, self.first[1:], strict=False)]
         self.expected = torch.cat([run_expert(x, *v) for x, v in zip(of, views, strict=True)])
 
-    def run(
-        self,
-        isa: Isa,
-        threads: int,
-        pairs: slice = slice(None),
-        out_bf16: bool = False,
-        library: Library | None = None,
-    ) -> torch.Tensor:
+    def run(self, isa: Isa, threads: int, pairs: slice = slice(None), out_bf16: bool = False) -> torch.Tensor:
         """The outputs of all pairs together, or of some, each alone."""
         dtype = torch.bfloat16 if out_bf16 else torch.float32
         out = torch.full((len(self.rows), self.shape.hidden), float("nan"), dtype=dtype)
-        pool, layout = NativePool(library or load(), threads, isa, 64), c_layout(self.layout, self.shape, self.bf16)
+        pool, layout = NativePool(load(), threads, isa, 64), c_layout(self.layout, self.shape, self.bf16)
         addresses = np.array([block.data_ptr() for block in self.blocks], np.int64)
         places = np.arange(len(self.rows), dtype=np.int32)
         plans = [Plan(addresses, self.first, self.rows, places)]
@@ -109,11 +101,9 @@ def generator_rows(count: int) -> np.ndarray:
 
 
 def tolerance(isa: Isa, format: PackedFormat, bf16: bool) -> float:
-    if format == "mxfp4" and bf16 and isa in (Isa.AVX512_BF16, Isa.AVX512_ALL, Isa.AMX_BF16):
+    if format == "mxfp4" and bf16 and isa in (Isa.AVX512_BF16, Isa.AVX512_ALL):
         return TOLERANCE["bf16"]
-    if format == "bf16" and bf16 and isa is Isa.AMX_BF16:
-        return TOLERANCE["bf16"]
-    if format == "int8" and isa in (Isa.AVX512_VNNI, Isa.AVX512_ALL, Isa.AMX_BF16):
+    if format == "int8" and isa in (Isa.AVX512_VNNI, Isa.AVX512_ALL):
         return TOLERANCE["vnni"]
     return TOLERANCE["same"]
 
@@ -154,40 +144,6 @@ def test_any_size(hidden: int, width: int, format: PackedFormat, isa: Isa, seed:
     found = case.run(isa, 2)
     assert case.off(found) < 2 * tolerance(isa, format, bf16)
     assert torch.equal(found, case.run(isa, 1, slice(0, None)))
-
-
-@pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Library:
-    """The library with tiles in plain C, for processors that have none."""
-    compiler, path = shutil.which("cc"), tmp_path_factory.mktemp("emulated") / "emulated.so"
-    if compiler is None or Isa.AVX512_ALL not in ISAS:
-        pytest.skip("a C compiler and AVX-512 with bf16 and VNNI are needed")
-    flags = ["-std=c11", "-O2", "-Wno-psabi", "-fPIC", "-shared", "-DFL_AMX_EMULATED", f"-I{SOURCES}"]
-    subprocess.run([compiler, *flags, "-o", path, *sorted(SOURCES.glob("*.c")), "-lpthread", "-lm"], check=True)
-    library = opened(path)
-    assert Isa.AMX_BF16 in library.supported()
-    return library
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize(("hidden", "width"), [(64, 32), (160, 96), (576, 320)])
-def test_tiles_equal_float64(shape: ModelShape, emulated: Library, hidden: int, width: int) -> None:
-    for activation in get_args(Activation):
-        for bf16 in (False, True):
-            case = Case(shape_of(shape, hidden, width, activation, activation != "silu"), "bf16", bf16)
-            found = case.run(Isa.AMX_BF16, 2, library=emulated)
-            assert case.off(found) < tolerance(Isa.AMX_BF16, "bf16", bf16)
-            assert torch.equal(found, case.run(Isa.AMX_BF16, 1, slice(0, None), library=emulated))
-            assert bf16 != torch.equal(found, case.run(Isa.AVX512_ALL, 1, library=emulated))  # tiles take bf16 inputs
-
-
-@pytest.mark.unit
-def test_tiles_leave_the_rest_to_other_kernels(shape: ModelShape, emulated: Library) -> None:
-    """Sums that are no whole tiles, and other formats."""
-    for format, width in (("bf16", 48), ("int8", 96), ("mxfp4", 96)):
-        case = Case(shape_of(shape, 160, width, "silu", False), format, True)
-        expected = case.run(Isa.AVX512_ALL, 1, library=emulated)
-        assert torch.equal(case.run(Isa.AMX_BF16, 1, library=emulated), expected)
 
 
 @pytest.mark.slow

@@ -55,19 +55,12 @@ int fl_isa_supported(int isa) {
         case FL_AVX512_BF16: return bf16;
         case FL_AVX512_VNNI: return vnni;
         case FL_AVX512_ALL: return bf16 && vnni;
-        case FL_AMX_BF16: return bf16 && vnni && fl_amx_ready();
         default: return 0;
     }
 }
 
-fl_choice fl_choose(int isa, int format, int bf16_inputs, int tokens, int unit) {
+fl_choice fl_choose(int isa, int format, int bf16_inputs) {
     int x_kind = format == FL_MXFP4 ? FL_X_MX : FL_X_F32;
-#if defined(FL_AMX) || defined(FL_AMX_EMULATED)
-    if (isa == FL_AMX_BF16 && format == FL_BF16 && bf16_inputs && tokens <= FL_TOKENS && unit % 32 == 0)
-        return (fl_choice){fl_amx_rows, FL_X_PAIRS};
-#endif
-    (void)tokens, (void)unit;
-    if (isa == FL_AMX_BF16) isa = FL_AVX512_ALL;
     int pairs = isa == FL_AVX512_BF16 || isa == FL_AVX512_ALL, vnni = isa == FL_AVX512_VNNI || isa == FL_AVX512_ALL;
     /* Pairs of bf16 pay where weights are unpacked anyway; else plain products are quicker (9 tokens: Emerald Rapids 1.2
      * times, Zen 5 1.5 times). */
@@ -79,8 +72,8 @@ fl_choice fl_choose(int isa, int format, int bf16_inputs, int tokens, int unit) 
 #else
 int fl_isa_supported(int isa) { return isa == FL_SCALAR; }
 
-fl_choice fl_choose(int isa, int format, int bf16_inputs, int tokens, int unit) {
-    (void)isa, (void)bf16_inputs, (void)tokens, (void)unit;
+fl_choice fl_choose(int isa, int format, int bf16_inputs) {
+    (void)isa, (void)bf16_inputs;
     return (fl_choice){fl_scalar_kernels[format], format == FL_MXFP4 ? FL_X_MX : FL_X_F32};
 }
 #endif

@@ -12,13 +12,13 @@
 #define FL_ABI 2
 
 enum { FL_FP32, FL_BF16, FL_INT8, FL_FP8, FL_MXFP4, FL_FP8_TILE, FL_FORMATS };
-enum { FL_SCALAR, FL_AVX2, FL_AVX512, FL_AVX512_BF16, FL_AVX512_VNNI, FL_AVX512_ALL, FL_AMX_BF16, FL_ISAS };
+enum { FL_SCALAR, FL_AVX2, FL_AVX512, FL_AVX512_BF16, FL_AVX512_VNNI, FL_AVX512_ALL, FL_ISAS };
 enum { FL_SILU, FL_SWIGLU_OAI };
 
 /* How inputs of a dot product are held: rows padded with zeros to whole chunks. X_MX: in blocks of 32, the even
  * elements before the odd ones, as the nibbles come apart. X_MX_BF16: two such blocks together, in bf16. X_I16: 16 bits,
- * with one scale per 64 after the row. X_PAIRS: bf16, not by rows: pair p of elements of token t of n is word p * n + t. */
-enum { FL_X_F32, FL_X_MX, FL_X_MX_BF16, FL_X_I16, FL_X_PAIRS };
+ * with one scale per 64 after the row. */
+enum { FL_X_F32, FL_X_MX, FL_X_MX_BF16, FL_X_I16 };
 
 #define FL_ROWS 4    /* rows of weights in one call of a kernel */
 #define FL_AHEAD 1024 /* bytes between what is used and what is fetched from memory */
@@ -36,19 +36,8 @@ typedef struct {
     int x_kind;
 } fl_choice;
 
-/* The kernel for weights in `format` on an instruction set, for so many `tokens` and sums of a multiple of `unit` products;
- * `bf16_inputs`: activations hold no more than bf16. */
-fl_choice fl_choose(int isa, int format, int bf16_inputs, int tokens, int unit);
-
-#if defined(__x86_64__) && defined(__linux__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
-#define FL_AMX
-#endif
-
-/* Whether tiles can be used; with X_PAIRS x[0] is where all tokens' inputs begin. `fl_amx_end`: this thread is done. */
-int fl_amx_ready(void);
-void fl_amx_end(void);
-void fl_amx_rows(const uint8_t *const *, const uint8_t *const *, const void *const *, int, size_t, size_t,
-                 float (*)[FL_TOKENS]);
+/* The kernel for weights in `format` on an instruction set; `bf16_inputs`: activations hold no more than bf16. */
+fl_choice fl_choose(int isa, int format, int bf16_inputs);
 
 extern const fl_kernel fl_scalar_kernels[FL_FORMATS];
 #if defined(__x86_64__)

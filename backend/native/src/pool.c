@@ -101,7 +101,6 @@ static void run_job(fl_pool *pool, slot *s, int64_t ticket, int number) {
     run_phase(s, 0, number, pool->threads);
     while (!spin(&s->finished[0], s->job.units[0], 20000)) sched_yield();
     run_phase(s, 1, number, pool->threads);
-    if (pool->isa == FL_AMX_BF16) fl_amx_end();
     if (atomic_load_explicit(&s->finished[1], memory_order_acquire) == s->job.units[1]) finish(pool, s, ticket);
     atomic_fetch_add_explicit(&s->left, 1, memory_order_release);
 }

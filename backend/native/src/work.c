@@ -26,7 +26,6 @@ static uint16_t to_bf16(float value) {
 static size_t input_bytes(int kind, size_t k) {
     size_t n = round_up(k, FL_PAD);
     switch (kind) {
-        case FL_X_PAIRS:
         case FL_X_MX_BF16: return 2 * n;
         case FL_X_I16: return 2 * n + 4 * (n / FL_BLOCK);
         default: return 4 * n;
@@ -35,12 +34,6 @@ static size_t input_bytes(int kind, size_t k) {
 
 /* Where X_MX_BF16 holds element i: the even ones of two blocks of 32 before the odd ones. */
 static size_t mx_place(size_t i) { return (i & ~(size_t)63) | (i & 1) << 5 | (i & 63) >> 1; }
-
-/* Elements from .. from + n (both even) of token t among the inputs of `tokens` tokens in X_PAIRS. */
-static void put_pairs(uint8_t *inputs, int tokens, int t, size_t from, size_t n, const float *values) {
-    uint32_t *pairs = (uint32_t *)inputs + from / 2 * (size_t)tokens + (size_t)t;
-    for (size_t i = 0; i < n; i += 2, pairs += tokens) *pairs = to_bf16(values[i]) | (uint32_t)to_bf16(values[i + 1]) << 16;
-}
 
 /* Elements from .. from + n of an input row of k, held as `kind`; `from` is a multiple of FL_BLOCK for X_I16. */
 static void put_inputs(int kind, uint8_t *row, size_t k, size_t from, size_t n, const float *values) {
@@ -125,10 +118,7 @@ static int copy_inputs(fl_job *job, const fl_work *work) {
             for (size_t i = 0; i < hidden; i++) values[i] = from_bf16(words[i]);
         else
             memcpy(values, (const float *)work->x + t * hidden, hidden * sizeof(float));
-        if (job->choice.x_kind == FL_X_PAIRS)
-            put_pairs(job->x, work->tokens, t, 0, hidden, values);
-        else
-            put_inputs(job->choice.x_kind, job->x + t * job->x_stride, hidden, 0, hidden, values);
+        put_inputs(job->choice.x_kind, job->x + t * job->x_stride, hidden, 0, hidden, values);
     }
     free(values);
     return 0;
@@ -155,7 +145,7 @@ static void cut(fl_job *job, int phase, int rows, int rows_per_unit, size_t unit
 int fl_job_fill(fl_job *job, int isa, int threads, const fl_layout *layout, const fl_work *work) {
     if (!valid(layout, work)) return -1;
     size_t hidden = (size_t)layout->hidden, width = (size_t)layout->width;
-    fl_choice choice = fl_choose(isa, layout->format, layout->bf16_inputs, work->tokens, layout->hidden | layout->width);
+    fl_choice choice = fl_choose(isa, layout->format, layout->bf16_inputs);
     size_t beyond = layout->tile ? FL_PAD : 0; /* the last tile may end anywhere: its chunks reach into zeros */
     size_t x_stride = round_up(input_bytes(choice.x_kind, hidden + beyond), 64);
     size_t middle_stride = round_up(input_bytes(choice.x_kind, width + beyond), 64);
@@ -166,7 +156,6 @@ int fl_job_fill(fl_job *job, int isa, int threads, const fl_layout *layout, cons
     job->choice = choice;
     job->x_stride = x_stride;
     job->middle_stride = middle_stride;
-    job->tokens = work->tokens;
     job->out = work->out;
     job->out_bf16 = work->out_bf16;
     if (copy_inputs(job, work)) return -2;
@@ -277,41 +266,28 @@ static void activate(const fl_layout *l, const float *gates, const float *ups, i
     }
 }
 
-/* Of all tokens' sums those of some, in order. */
-static void mine(float *sums, const int32_t *rows, int tokens) {
-    float every[FL_TOKENS];
-    memcpy(every, sums, sizeof every);
-    for (int t = 0; t < tokens; t++) sums[t] = every[rows[t]];
-}
-
 /* Gate and up rows from .. to of one expert for up to FL_TOKENS of its pairs, activated into the middle rows. */
 static void gate_up(const fl_job *job, int expert, int pair, int tokens, int from, int to) {
     const fl_layout *l = &job->layout;
     matrix m = part(job, expert, 0);
-    const void *x[FL_TOKENS] = {job->x};
+    const void *x[FL_TOKENS] = {0};
     float found[FL_ROWS][FL_TOKENS], active[FL_TOKENS], middle[FL_TOKENS][FL_BLOCK];
-    int in_pairs = job->choice.x_kind == FL_X_PAIRS;
-    for (int t = 0; t < tokens && !in_pairs; t++) x[t] = job->x + (size_t)job->x_rows[pair + t] * job->x_stride;
+    for (int t = 0; t < tokens; t++) x[t] = job->x + (size_t)job->x_rows[pair + t] * job->x_stride;
     for (int i = from; i < to; i += 2) {
         int n = to - i < 2 ? to - i : 2, row[FL_ROWS];
         for (int j = 0; j < n; j++) {
             row[j] = l->interleaved ? 2 * (i + j) : i + j;
             row[n + j] = l->interleaved ? 2 * (i + j) + 1 : l->width + i + j;
         }
-        dots(job, &m, row, 2 * n, x, in_pairs ? job->tokens : tokens, found);
-        for (int r = 0; in_pairs && r < 2 * n; r++) mine(found[r], job->x_rows + pair, tokens);
+        dots(job, &m, row, 2 * n, x, tokens, found);
         for (int j = 0; j < n; j++) {
             activate(l, found[j], found[n + j], tokens, active);
             for (int t = 0; t < tokens; t++) middle[t][i - from + j] = active[t];
         }
     }
-    uint8_t *rows = job->middle + (size_t)pair * job->middle_stride;
     for (int t = 0; t < tokens; t++)
-        if (in_pairs)
-            put_pairs(rows, tokens, t, (size_t)from, (size_t)(to - from), middle[t]);
-        else
-            put_inputs(job->choice.x_kind, rows + (size_t)t * job->middle_stride, (size_t)l->width, (size_t)from,
-                       (size_t)(to - from), middle[t]);
+        put_inputs(job->choice.x_kind, job->middle + (size_t)(pair + t) * job->middle_stride, (size_t)l->width,
+                   (size_t)from, (size_t)(to - from), middle[t]);
 }
 
 static void down(const fl_job *job, int expert, int pair, int tokens, int from, int to) {
@@ -320,7 +296,7 @@ static void down(const fl_job *job, int expert, int pair, int tokens, int from, 
     const void *x[FL_TOKENS] = {0};
     float found[FL_ROWS][FL_TOKENS];
     int row[FL_ROWS] = {0};
-    for (int t = 0; t < tokens; t++) x[t] = job->middle + (size_t)(pair + t) * job->middle_stride; /* pairs: the first */
+    for (int t = 0; t < tokens; t++) x[t] = job->middle + (size_t)(pair + t) * job->middle_stride;
     for (int r = from; r < to; r++) row[r - from] = r;
     dots(job, &m, row, to - from, x, tokens, found);
     for (int t = 0; t < tokens; t++) {

@@ -10,11 +10,11 @@
 typedef struct {
     fl_layout layout;
     fl_choice choice;
-    int experts, pairs, tokens, out_bf16;
+    int experts, pairs, out_bf16;
     const void **blocks;
     int32_t *first, *x_rows, *out_rows;
     void *out;
-    uint8_t *x, *middle;                 /* inputs of the two phases, one padded row each; X_PAIRS: all of the job or expert */
+    uint8_t *x, *middle;                 /* inputs of the two phases, one padded row each */
     size_t x_stride, middle_stride;      /* bytes of such a row */
     int rows_per_unit[2];                /* rows of the phase's output that one unit computes */
     int64_t units_per_expert[2], units[2];
