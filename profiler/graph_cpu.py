@@ -11,7 +11,7 @@ from foreload.backend.native.pool import SPIN_US
 from foreload.profiler.graph_bench import Asked, GraphBench, LayerTimes, StepTimes, in_runs
 from foreload.profiler.probes import Effort, thread_counts
 from foreload.profiler.schema import Measurement
-from foreload.profiler.stats import in_time, summarise
+from foreload.profiler.stats import in_time, summarise, summarise_device
 
 REST_US = SPIN_US + SPIN_US // 2
 """After so long a rest workers sleep."""
@@ -71,30 +71,35 @@ def _asleep(bench: GraphBench, effort: Effort, threads: int) -> Iterator[Measure
 
 
 def beside_copies(bench: GraphBench, effort: Effort, threads: int) -> Iterator[Measurement]:
-    """CPU experts while prefetches that nothing uses keep the link busy; copies while the CPU is busy."""
+    """CPU experts while prefetches that nothing uses keep the link busy, copies while the CPU is busy, and the device
+    behind CPU experts: it reads their outputs, and what else the host tells it, over that link.
+    """
     stage, layers = bench.stage("cpu", threads, depth=1), bench.shape.n_moe_layers
     half = len(stage.absent) // 2
     mine, others, most = stage.absent[:half], stage.absent[half:], min(bench.shape.top_k, half)
     found: dict[int, list[float]] = {count: [] for count in range(1, most + 1)}
     copies: list[float] = []
+    behind: dict[bool, list[float]] = {False: [], True: []}
     bench.engine.copies.spans = []
     for turn in in_time(effort.rounds * most, effort.seconds * 2):
-        counts = in_runs(layers, most, turn)
-        step = bench.step(
-            [
-                Asked.of(bench.pick(mine, n, turn + at), bench.pick(others, most, turn + at))
-                for at, n in enumerate(counts)
-            ]
-        )
+        counts, beside = in_runs(layers, most, turn), turn % 4 != 1
+        ahead = [(bench.pick(others, most, turn + at),) if beside else () for at in range(layers)]
+        step = bench.step([Asked.of(bench.pick(mine, n, turn + at), *ahead[at]) for at, n in enumerate(counts)])
         bench.discard()
         for layer, count in enumerate(counts if turn else []):
-            if layer:  # nothing is prefetched before the first
-                found[count].append(computed_us(step.layers[layer]))
+            us = computed_us(step.layers[layer])
+            if layer and beside:  # nothing is prefetched before the first
+                found[count].append(us)
+            if layer and layer + 1 < layers:
+                behind[beside].append(max(0.0, step.turn_us(layer) - us))
         copies += followed_us(step) if turn else []
     bench.engine.copies.spans = None
     for count, samples in found.items():
         if samples:
             yield summarise("experts_cpu_beside_copy", samples, experts=count, threads=threads)
+    for with_copies, samples in behind.items():
+        if samples:
+            yield summarise_device("gpu_behind_cpu", [0.0], samples, copies=int(with_copies), threads=threads)
     yield summarise("copy_beside_cpu", copies or _copies_us(bench, effort, threads), threads=threads)
 
 

@@ -66,6 +66,7 @@ and after_wait at other waits than measured, and these are other or more; the ot
     wait                                      from a landing to the start of what waits for it: what a layer-step with
                                               misses takes beyond everything else
     gpu_beside_copy copies                    entering and k resident experts, without copies (0), beside some (1)
+    gpu_behind_cpu  copies, threads           from the end of CPU experts until the next layer has told, likewise
     submit                                    handing experts to the CPU
     upload                                    telling the device that their outputs are there
     cpu_asleep      threads, idle_us          what CPU experts take longer after so long a rest

@@ -106,10 +106,13 @@ class DeviceTimes:
         """Nothing of it without graphs, where the profile's blocks include it."""
         if not costs.graphs:
             return cls(host_wake_ns=costs.cost("wait").host_ns)
+        on_cpu, threads = settings.miss_action != "fetch", settings.cpu_threads
         alone, beside = (costs.cost("gpu_beside_copy", copies=n).gpu_ns for n in (0, 1))
+        if on_cpu and costs.measured("gpu_behind_cpu"):
+            alone, beside = (costs.cost("gpu_behind_cpu", 0, threads, copies=n).gpu_ns for n in (0, 1))
         rate = SCALE if beside <= alone else max(1, SCALE * alone // beside)
         asleep, rest = 0, 0
-        if settings.miss_action != "fetch" and costs.measured("cpu_asleep"):
-            asleep = costs.cost("cpu_asleep", 0, settings.cpu_threads).host_ns
-            rest = 1000 * costs.profile.points("cpu_asleep", threads=settings.cpu_threads)[0].at["idle_us"]
+        if on_cpu and costs.measured("cpu_asleep"):
+            asleep = costs.cost("cpu_asleep", 0, threads).host_ns
+            rest = 1000 * costs.profile.points("cpu_asleep", threads=threads)[0].at["idle_us"]
         return cls(costs.cost("launch").host_ns, costs.cost("copy_start").host_ns, rate, asleep, rest)

@@ -20,7 +20,8 @@ static int64_t row_bytes(int format, int k) {
 static fl_layout layout_of(int format) {
     int64_t gate_up = 2 * WIDTH * row_bytes(format, HIDDEN), down = HIDDEN * row_bytes(format, WIDTH);
     int64_t at = (gate_up + down + 63) / 64 * 64, scales = 4 * 2 * WIDTH * ((HIDDEN + 31) / 32), scaled = format >= FL_INT8;
-    fl_layout l = {format, format % 2, format % 2, 0, HIDDEN, WIDTH, 1.702f, 7.0f, 0, gate_up, scaled ? at : -1,
+    fl_layout l = {format, format % 2, format % 2, 0, HIDDEN, WIDTH, format == FL_FP8_TILE ? 32 : 0,
+                   1.702f, 7.0f, 0, gate_up, scaled ? at : -1,
                    scaled ? at + scales : -1, at + 2 * scales, at + 3 * scales};
     return l;
 }
