@@ -1,14 +1,42 @@
-"""How functions are compiled, and their cache on disk: numba checks it against a function's file, not what it calls."""
+"""How functions are compiled, and where they are kept on disk.
+
+numba checks what it keeps of a function against the date of that function's file alone. What it calls may be another by
+then, above all where files have no dates of their own (images, stores), and compiled code that takes other structures
+than its caller waits for ever. So each state of the sources of a package and of those it calls has a folder of its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from numba import njit
+import numba as compiler
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+numba: Any = compiler  # its own annotations do not cover what is used here
+
+POLICY = "foreload.backend.policy"
+CALLED = {
+    POLICY: (),
+    "foreload.backend.cuda": (POLICY,),
+    "foreload.simulator": (POLICY,),
+    "foreload.simulator.compiled": ("foreload.simulator", POLICY),
+    "foreload.traces": (),
+}
+"""Packages with compiled functions, and the others whose functions those call."""
+
+
+def plain(function: F) -> F:
+    """Compile a function that may make arrays."""
+    return _compiled(function)
 
 
 def uncounted(function: F) -> F:
@@ -17,8 +45,7 @@ def uncounted(function: F) -> F:
     Structures of many arrays go from function to function; counting references to each of them at every call takes more
     time than the functions. One that makes an array after all fails to compile.
     """
-    compiled: F = cast(Any, njit)(cache=True, _nrt=False)(function)
-    return compiled
+    return _compiled(function, _nrt=False)
 
 
 def inlined(function: F) -> F:
@@ -27,23 +54,52 @@ def inlined(function: F) -> F:
     Structures go from function to function by value: handing a machine and a policy over takes longer than most of
     what is done with them.
     """
-    compiled: F = cast(Any, njit)(cache=True, _nrt=False, forceinline=True)(function)
-    return compiled
+    return _compiled(function, _nrt=False, forceinline=True)
 
 
 def unlocked(function: F) -> F:
     """The same for what Python calls and does not wait for: Python's lock is let go while it runs."""
-    compiled: F = cast(Any, njit)(cache=True, nogil=True, _nrt=False)(function)
-    return compiled
+    return _compiled(function, nogil=True, _nrt=False)
 
 
-def drop_stale_caches(folder: Path, *called: Path) -> None:
-    """Delete numba's caches in `folder` that are older than a source there or in the `called` folders."""
-    sources = [source for place in (folder, *called) for source in place.glob("*.py")]
-    newest = max(source.stat().st_mtime_ns for source in sources)
-    for cached in (folder / "__pycache__").glob("*.nb[ci]"):
-        try:
-            if cached.stat().st_mtime_ns < newest:
-                cached.unlink()
-        except OSError:
-            continue  # another process was first, or the folder is not ours to change: numba then keeps it elsewhere
+def _compiled(function: F, **how: bool) -> F:
+    with kept_apart(function.__module__.rpartition(".")[0]):
+        return cast(F, numba.njit(cache=True, **how)(function))
+
+
+@contextmanager
+def kept_apart(package: str) -> Iterator[None]:
+    """What numba is told to keep meanwhile goes to the folder of the package's sources as they are."""
+    before = numba.config.CACHE_DIR
+    numba.config.CACHE_DIR = str(folder_of(package))
+    try:
+        yield
+    finally:
+        numba.config.CACHE_DIR = before
+
+
+@cache
+def folder_of(package: str) -> Path:
+    """Where compiled functions of a package of `CALLED` are kept: beside it, else with the user's caches, or where
+    `NUMBA_CACHE_DIR` says. Beside it, what was kept of other sources is deleted.
+    """
+    state = hashlib.sha256(Path(__file__).read_bytes())
+    for place in (_sources(package), *(_sources(called) for called in CALLED[package])):
+        for source in sorted(place.glob("*.py")):
+            state.update(source.name.encode() + b"\0" + source.read_bytes())
+    name, beside = f"compiled-{state.hexdigest()[:16]}", _sources(package) / "__pycache__"
+    if numba.config.CACHE_DIR:
+        return Path(numba.config.CACHE_DIR) / name
+    if not os.access(beside.parent, os.W_OK):
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "foreload" / name
+    if not (beside / name).exists():
+        for old in beside.glob("compiled-*"):
+            shutil.rmtree(old, ignore_errors=True)  # another process may be at it
+    return beside / name
+
+
+def _sources(package: str) -> Path:
+    found = find_spec(package)
+    if found is None or not found.submodule_search_locations:
+        raise ImportError(f"{package} is no package")
+    return Path(found.submodule_search_locations[0])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,12 +29,10 @@ from foreload.backend.policy.state import (
     WARM,
     PolicyState,
 )
-from foreload.compiled import drop_stale_caches, inlined, uncounted
+from foreload.compiled import inlined, uncounted
 from foreload.settings import Settings
 from foreload.shape import ModelShape
 from foreload.simulator.workload import Request
-
-drop_stale_caches(Path(__file__).parent, Path(copies.__file__).parent)
 
 
 @dataclass(frozen=True)

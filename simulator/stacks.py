@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from foreload.backend.policy.order import ONE_USE, faded, random_rank
 from foreload.backend.policy.rules import AGED, BELADY, LFU, LRU, RANDOM
+from foreload.compiled import plain
 
 PROMPT = 100
 """An order beside the brain's: what a prompt's last chunk leaves, (its tokens, -id)."""
@@ -29,7 +29,7 @@ class History(NamedTuple):
     tokens: NDArray[np.int32]  # in the present step
 
 
-@njit(cache=True)
+@plain
 def count_demand(
     ids: NDArray[np.int16],
     starts: NDArray[np.int64],
@@ -52,7 +52,7 @@ def count_demand(
                 seen[expert] = at
 
 
-@njit(cache=True)
+@plain
 def next_uses(
     ids: NDArray[np.int16], starts: NDArray[np.int64], counted: NDArray[np.bool_], found: NDArray[np.int32]
 ) -> None:
@@ -71,7 +71,7 @@ def next_uses(
                 later[ids[row, i]] = at if counted[at] else never
 
 
-@njit(cache=True)
+@plain
 def _rank(past: History, now: int, order: int, where: tuple[int, int], score: NDArray[Any], tie: NDArray[Any]) -> None:
     """The order at this step as score [E], then tie [E], which never ties: the larger stays.
 
@@ -97,7 +97,7 @@ def _rank(past: History, now: int, order: int, where: tuple[int, int], score: ND
             score[expert], tie[expert] = past.uses[expert] / age, (past.last[expert] + 1) * experts + other
 
 
-@njit(cache=True)
+@plain
 def _insert(
     best: NDArray[np.int32], head: int, end: int, expert: int, score: NDArray[np.float64], tie: NDArray[np.int64]
 ) -> None:
@@ -113,7 +113,7 @@ def _insert(
     best[to] = expert
 
 
-@njit(cache=True)
+@plain
 def _update(
     stack: NDArray[np.int32],
     seen: int,
@@ -148,7 +148,7 @@ def _update(
     return seen + end - head
 
 
-@njit(cache=True)
+@plain
 def _demand(ids: NDArray[np.int16], first: int, last: int, tokens: NDArray[np.int32], needed: NDArray[np.int32]) -> int:
     """The distinct experts of rows `first` to `last`, into `needed`, and their tokens; returns how many."""
     count = 0
@@ -161,7 +161,7 @@ def _demand(ids: NDArray[np.int16], first: int, last: int, tokens: NDArray[np.in
     return count
 
 
-@njit(cache=True)
+@plain
 def stack_pass(
     ids: NDArray[np.int16],
     future: NDArray[np.int32],

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from foreload.compiled import plain
 
-@njit(cache=True)
+
+@plain
 def count_load(experts: NDArray[np.int16], load: NDArray[np.int64]) -> None:
     """Add the uses of each expert of [R, L, k] to load [L, E]."""
     for row in range(experts.shape[0]):
@@ -18,7 +19,7 @@ def count_load(experts: NDArray[np.int16], load: NDArray[np.int64]) -> None:
                 load[layer, experts[row, layer, i]] += 1
 
 
-@njit(cache=True)
+@plain
 def count_gaps(
     experts: NDArray[np.int16],
     position: NDArray[np.int64],
@@ -45,7 +46,7 @@ def count_gaps(
                 last[layer, expert] = position[row]
 
 
-@njit(cache=True)
+@plain
 def count_recall(
     experts: NDArray[np.int16],
     predicted: NDArray[np.int16],

@@ -6,7 +6,6 @@ Python's lock is let go for the whole step; the native library and the CPU exper
 from __future__ import annotations
 
 from importlib import import_module
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,21 +13,18 @@ from numba import types as numba_types
 from numba.extending import intrinsic as numba_intrinsic
 from numpy.typing import NDArray
 
-from foreload.backend import policy
 from foreload.backend.cuda.kernels.ops import TAG
 from foreload.backend.cuda.plan import merge_told, sort_demand, write_plan
 from foreload.backend.policy.rules import Rules
 from foreload.backend.policy.split import SplitCosts
 from foreload.backend.policy.state import PolicyState
 from foreload.backend.policy.step import ACT_CPU, demand, finish, prefetch
-from foreload.compiled import drop_stale_caches, uncounted, unlocked
+from foreload.compiled import uncounted, unlocked
 
 # numba's own annotations do not cover what is used here.
 ir: Any = import_module("llvmlite.ir")
 types: Any = numba_types
 intrinsic: Any = numba_intrinsic
-
-drop_stale_caches(Path(__file__).parent, Path(policy.__file__).parent)
 
 BEGUN, ROUTED, GUESSED, CHOSEN, PLANNED, SUBMITTED, ISSUED, LAUNCHED, COMPUTED, ENTERED, ENDED = range(11)
 CPU_BEGUN, CPU_ENDED, ON_CPU = 11, 12, 13

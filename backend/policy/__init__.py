@@ -3,12 +3,7 @@
 The live engine and the simulator drive the same `Brain`; neither decides anything itself. No torch, no clock.
 """
 
-from pathlib import Path
-
 from foreload.backend.policy.brain import Action, Brain, Counter, compile_policies
 from foreload.backend.policy.split import SplitCosts
-from foreload.compiled import drop_stale_caches
-
-drop_stale_caches(Path(__file__).parent)
 
 __all__ = ["Action", "Brain", "Counter", "SplitCosts", "compile_policies"]

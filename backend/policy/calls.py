@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from foreload.backend.policy.copies import complete, next_copy
 from foreload.backend.policy.state import PolicyState, new_state
+from foreload.compiled import POLICY, kept_apart
 
 # numba's own annotations do not cover what is used here.
 numba: Any = compiler
@@ -108,4 +109,5 @@ def _complete_at(table: Any, key: int) -> None:
 
 def _compiled() -> tuple[Any, Any]:
     next_type, complete_type = types.int64(types.voidptr, types.int64), types.void(types.voidptr, types.int64)
-    return numba.cfunc(next_type, cache=True)(_next_at), numba.cfunc(complete_type, cache=True)(_complete_at)
+    with kept_apart(POLICY):
+        return numba.cfunc(next_type, cache=True)(_next_at), numba.cfunc(complete_type, cache=True)(_complete_at)

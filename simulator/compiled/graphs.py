@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +11,7 @@ from foreload.backend.policy import copies, step
 from foreload.backend.policy.rules import Rules
 from foreload.backend.policy.split import SplitCosts
 from foreload.backend.policy.state import KEPT, N_IN_FLIGHT, N_QUEUED, PolicyState
-from foreload.compiled import drop_stale_caches, inlined, uncounted
+from foreload.compiled import inlined, uncounted
 from foreload.simulator.compiled import host
 from foreload.simulator.compiled import machine as mach
 from foreload.simulator.compiled.host import Blocks, Steps
@@ -29,8 +28,6 @@ from foreload.simulator.compiled.machine import (
     Rates,
     spend,
 )
-
-drop_stale_caches(Path(__file__).parent, Path(host.__file__).parent, Path(copies.__file__).parent)
 
 
 class Graphs(NamedTuple):

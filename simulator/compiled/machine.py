@@ -7,7 +7,6 @@ order in which they were scheduled. The host's code is straight-line: where it m
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -15,10 +14,8 @@ from numpy.typing import NDArray
 
 from foreload.backend.policy import copies
 from foreload.backend.policy.state import N_IN_FLIGHT, N_QUEUED, PolicyState
-from foreload.compiled import drop_stale_caches, inlined
+from foreload.compiled import inlined
 from foreload.simulator.costs import SCALE
-
-drop_stale_caches(Path(__file__).parent, Path(copies.__file__).parent)
 
 LINK, CPU, GPU = 0, 1, 2
 

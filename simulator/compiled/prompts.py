@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 from numpy.typing import NDArray
 
-from foreload.backend.policy import copies, prompt
+from foreload.backend.policy import prompt
 from foreload.backend.policy.rules import Rules
 from foreload.backend.policy.state import ABSENT, KEPT, LANDED, PolicyState
-from foreload.compiled import drop_stale_caches, uncounted
+from foreload.compiled import uncounted
 from foreload.simulator.compiled import machine as mach
 from foreload.simulator.compiled.host import Blocks, block, landed, pump, settle, sync
 from foreload.simulator.compiled.machine import (
@@ -23,8 +21,6 @@ from foreload.simulator.compiled.machine import (
     Machine,
     Rates,
 )
-
-drop_stale_caches(Path(__file__).parent, Path(copies.__file__).parent)
 
 
 @uncounted

@@ -1,26 +1,51 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from foreload.compiled import drop_stale_caches
+RUN = """
+import sys
+from foreload import compiled
+compiled.CALLED |= {"called": (), "callers": ("called",)}
+from callers.step import step
+print(step(1), sum(step.stats.cache_hits.values()), compiled.folder_of("callers").parent)
+"""
+HEAD = "from foreload.compiled import uncounted\n"
+CALLED = HEAD + "@uncounted\ndef add(a):\n    return a + {}\n"
+STEP = HEAD + "from called.sums import add\n@uncounted\ndef step(a):\n    return add(a)\n"
 
 
-@pytest.mark.unit
-def test_caches_older_than_a_source_they_may_call_are_dropped(tmp_path: Path) -> None:
-    callers, called = tmp_path / "callers", tmp_path / "called"
-    (callers / "__pycache__").mkdir(parents=True)
-    called.mkdir()
-    names = ("old.nbi", "old.1.nbc", "new.nbi", "old.pyc")
-    for name, at in zip(names, (10, 10, 40, 10), strict=True):
-        (callers / "__pycache__" / name).touch()
-        os.utime(callers / "__pycache__" / name, (at, at))
-    for path, at in ((callers / "step.py", 5), (called / "copies.py", 30)):
-        path.touch()
-        os.utime(path, (at, at))
-    drop_stale_caches(callers)
-    assert len(list((callers / "__pycache__").iterdir())) == 4
-    drop_stale_caches(callers, called)
-    assert sorted(p.name for p in (callers / "__pycache__").iterdir()) == ["new.nbi", "old.pyc"]
+def write(path: Path, text: str) -> None:
+    """A source whose date says nothing."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    os.utime(path, (10, 10))
+
+
+def run(folder: Path, **environment: str) -> list[str]:
+    """What `step` gives, how often it was found on disk, and where compiled functions are kept."""
+    around = {**os.environ, "NUMBA_CACHE_DIR": "", **environment}
+    command = [sys.executable, "-B", "-c", RUN]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, env=around).stdout.split()
+
+
+@pytest.mark.integration
+def test_what_is_kept_of_other_sources_is_not_used(tmp_path: Path) -> None:
+    """numba alone would: the caller's file has not changed, and the other's date and size neither."""
+    write(tmp_path / "callers" / "__init__.py", "")
+    write(tmp_path / "callers" / "step.py", STEP)
+    write(tmp_path / "called" / "__init__.py", "")
+    write(tmp_path / "called" / "sums.py", CALLED.format(1))
+    beside = tmp_path / "callers" / "__pycache__"
+    assert run(tmp_path) == ["2", "0", str(beside)]
+    assert run(tmp_path) == ["2", "1", str(beside)]
+    write(tmp_path / "called" / "sums.py", CALLED.format(2))
+    assert run(tmp_path) == ["3", "0", str(beside)]
+    assert len(list(beside.glob("compiled-*"))) == 1
+    elsewhere = tmp_path / "kept"
+    assert run(tmp_path, NUMBA_CACHE_DIR=str(elsewhere)) == ["3", "0", str(elsewhere)]
+    assert run(tmp_path, NUMBA_CACHE_DIR=str(elsewhere)) == ["3", "1", str(elsewhere)]
