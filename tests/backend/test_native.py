@@ -146,7 +146,7 @@ def test_any_size(hidden: int, width: int, format: PackedFormat, isa: Isa, seed:
     assert torch.equal(found, case.run(isa, 1, slice(0, None)))
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
 def test_the_library_is_clean_under_a_sanitizer(tmp_path: Path, sanitizer: str) -> None:
     compiler = shutil.which("cc")

@@ -116,7 +116,7 @@ def queue_up(running: Running, stream: Callable[[int], None], clients: int) -> l
 
 
 def stream_while_pushing(running: Running, quiet: list[list[int]], pushes: int) -> list[tuple[int, Reply]]:
-    """(client, its stream) in the order they ended; settings, valid and not, are pushed all along."""
+    """(client, its stream) in the order they ended; settings, valid and not, are pushed until the last tenth of the text."""
     ask, random, statistics = running.client(), Random(5), running.context.statistics
     found: list[tuple[int, Reply]] = []
 
@@ -128,7 +128,7 @@ def stream_while_pushing(running: Running, quiet: list[list[int]], pushes: int) 
     before, statuses, ratios = statistics.generated_tokens, [], set()
     threads = queue_up(running, stream, len(quiet))
     for turn in range(pushes):
-        due = before + turn * sum(map(len, quiet)) // pushes
+        due = before + turn * sum(map(len, quiet)) * 9 // (10 * pushes)
         until(lambda due=due: statistics.generated_tokens >= due)
         body = valid(random, turn // 2) if turn % 2 == 0 else INVALID[turn // 2 % len(INVALID)][0]
         statuses.append(ask("PUT", "/engine/settings", body).status)
