@@ -2,7 +2,8 @@
 
     python -m benchmarks.decode --out DIR [--model shape:qwen3-30b-a3b] [--trace FILE ...] [--device cuda]
         [--sections resident,no-cache,cached,contexts,drafts] [--ratios 0.17,0.25,0.5] [--contexts 1024,4096]
-        [--format mxfp4] [--gammas 2,4,8] [--settings FILE] [--steps 24] [--repeats 3] [--minutes M]
+        [--format mxfp4] [--gammas 2,4,8] [--settings FILE] [--also ROUTING=FILE ...] [--steps 24] [--repeats 3]
+        [--minutes M]
 
 Sections: everything resident; no cache; caches of some sizes beside llama.cpp's placement; long contexts, on demand
 beside executed predictions; drafts forced on. Routing is replayed from --trace, or made with published statistics
@@ -25,7 +26,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.decode_rows import Rates, bars, drafts, measure_rates, overlap, rows
+from benchmarks.decode_rows import NO_DRAFTS, Rates, bars, drafts, forced, measure_rates, overlap, rows
 from benchmarks.decode_runs import MARKED, Cell, Kind, Routings, recorded_gamma, run_cell
 from foreload.backend.engine import Engine, EngineOptions
 from foreload.backend.models.checkpoint import Checkpoint
@@ -62,6 +63,7 @@ class Wanted:
     ratios: tuple[float, ...] = (0.17, 0.25, 0.5)
     gammas: tuple[int, ...] = (2, 4, 8)
     tuned: Mapping[float, Settings] = field(default_factory=dict)  # by the ratio of the cache they are for
+    also: tuple[tuple[str, str, Settings], ...] = ()  # routing, name and settings, beside drafts that are forced on
     steps: int = 24
     repeats: int = 3
     longest_prompt: int = 4096  # above it a cell's TTFT is left out
@@ -187,11 +189,17 @@ class Grid:
                 if gamma and recorded and (gamma > recorded or elsewhere):
                     continue
                 draft = {"draft": {"kind": "ngram", "gamma": gamma}} if gamma else {}
-                name, kind = (f"drafts, gamma {gamma}", "drafted") if gamma else ("no drafts", "cached")
+                name, kind = (forced(gamma), "drafted") if gamma else (NO_DRAFTS, "cached")
                 cell = self._cell("drafts", name, kind, routing, cache_ratio=ratio, **split, **draft)  # type: ignore[arg-type]
-                cell.warm = cell.steps = min(FEW, self._wanted.steps)
-                cell.prompt = 0
                 found.append(cell)
+        for routing, name, settings in self._wanted.also:
+            kind = "drafted" if settings.draft.gamma else "cached"
+            cell = self._cell("drafts", name, kind, routing, **_own_fields(settings))
+            cell.ratio = round(sum(settings.slots_per_layer or ()) / self._engine.shape.all_experts, 2)
+            found.append(cell)
+        for cell in found:
+            cell.warm = cell.steps = min(FEW, self._wanted.steps)
+            cell.prompt = 0
         return found
 
 
@@ -310,6 +318,12 @@ def tuned_of(paths: Sequence[Path]) -> dict[float, Settings]:
     return found
 
 
+def routed(text: str) -> tuple[str, str, Settings]:
+    """ROUTING=FILE: the routing, the file's name and its settings."""
+    routing, _, path = text.partition("=")
+    return routing, Path(path).stem, Settings.load(Path(path))
+
+
 def numbers(text: str) -> tuple[float, ...]:
     """Comma-separated numbers."""
     return tuple(float(part) for part in text.split(",") if part)
@@ -335,6 +349,7 @@ def arguments(args: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--settings", type=Path, action="append", default=[], help="tuned-RATIO.json, beside the others"
     )
+    parser.add_argument("--also", type=routed, action="append", default=[], metavar="ROUTING=FILE")
     parser.add_argument("--link", type=float, help="bytes per second of an emulated link, on cpu")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=3)
@@ -366,6 +381,7 @@ def main(args: Sequence[str] | None = None, checkpoint: Checkpoint | None = None
         given.ratios,
         given.gammas,
         tuned_of(given.settings),
+        tuple(given.also),
         given.steps,
         given.repeats,
         max(given.contexts),

@@ -23,6 +23,8 @@ from foreload.profiler.probes import QUICK
 from foreload.settings import slot_counts
 
 COPY_BYTES = 1 << 28
+NO_DRAFTS = "no drafts"
+"""The name of rows beside which drafts are forced on."""
 
 
 @dataclass(frozen=True)
@@ -260,13 +262,18 @@ def overlap(found: Sequence[dict[str, Any]], engine: Engine, rates: Rates) -> li
     return result
 
 
+def forced(gamma: int) -> str:
+    """The name of rows whose drafts are forced on."""
+    return f"drafts, gamma {gamma}"
+
+
 def drafts(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Drafts forced on beside the same setting without; they win if a step adds more than `break_even` tokens."""
     result = []
-    plain = {(r["routing"], r["cache_ratio"]): r for r in found if r["section"] == "drafts" and not r["gamma"]}
+    plain = {(r["routing"], r["cache_ratio"]): r for r in found if r["name"] == NO_DRAFTS}
     for row in found:
         base = plain.get((row["routing"], row["cache_ratio"]))
-        if row["gamma"] and base:
+        if base and row["name"] == forced(row["gamma"]):
             fields = (
                 "routing",
                 "cache_ratio",

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.workloads import ACCEPTED
+from benchmarks.workloads import ACCEPTED, drafted_by
 from foreload.backend.cuda.forward import FastForward
 from foreload.backend.engine import Engine
 from foreload.backend.generation import DecodeStep
@@ -110,6 +110,8 @@ class Routings:
                 trace = without_windows(trace)
                 if cell.gamma:
                     trace = with_windows(trace, settings.draft.kind, cell.gamma, kept)
+            if cell.gamma:
+                trace = drafted_by(trace, settings.draft)
             if layers:
                 trace = executing(trace, settings.predictor, layers)
             self._made[key] = Replay(trace, shape, self._engine.device)

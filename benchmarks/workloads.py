@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreload.errors import ForeloadError, UsageError
-from foreload.settings import GATE_SIDE, Settings
+from foreload.settings import GATE_SIDE, Draft, Settings
 from foreload.shape import ModelShape
 from foreload.traces.io import read_trace
 from foreload.traces.remodel import better_of, executing, of_shape, renamed, with_windows, without_windows
@@ -156,14 +156,14 @@ class Workload:
 
     def drafted(self, way: Way, settings: Settings) -> Trace:
         """The stretch, its windows as if of the draft of `settings`."""
-        trace = self.trace(way)
-        if not way.gamma:
-            return trace
-        fields = {"draft": settings.draft.kind, "gamma": settings.draft.gamma}
-        model = {"draft_model": settings.draft.model_name} if settings.draft.kind == "model" else {}
-        return replace(
-            trace, meta=trace.meta.model_copy(update={"sampling": {**trace.meta.sampling, **fields, **model}})
-        )
+        return drafted_by(self.trace(way), settings.draft) if way.gamma else self.trace(way)
+
+
+def drafted_by(trace: Trace, draft: Draft) -> Trace:
+    """A recording's windows as if of that draft."""
+    fields = {"draft": draft.kind, "gamma": draft.gamma}
+    model = {"draft_model": draft.model_name} if draft.kind == "model" else {}
+    return replace(trace, meta=trace.meta.model_copy(update={"sampling": {**trace.meta.sampling, **fields, **model}}))
 
 
 def _decode_rows(trace: Trace) -> Trace:

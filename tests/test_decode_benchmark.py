@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import h200
-from benchmarks.decode import Measurement, Wanted, main, on_engine, workload
+from benchmarks.decode import Measurement, Wanted, main, on_engine, routed, workload
 from benchmarks.decode_rows import bars
 from foreload.backend.engine import Engine, EngineOptions
 from foreload.backend.models.checkpoint import Checkpoint
@@ -112,8 +112,12 @@ def test_predictions_and_drafts_beside_what_they_are_instead_of(found: dict[str,
 def test_recorded_windows_beside_shorter_ones_and_their_text_alone(tmp_path: Path) -> None:
     model = Checkpoint.random("qwen3-30b-a3b", **SMALL)
     plain = workload(model.shape, 120)
-    routing = {f"text-{gamma}": with_windows(plain, "ngram", gamma, (1.0, 0.0)) for gamma in (3, 4)}
-    wanted = Wanted(tmp_path, ("drafts",), 16, ratios=(0.5,), gammas=(2, 3, 4), steps=6, repeats=1)
+    routing = {
+        f"text-{gamma}": with_windows(plain, kind, gamma, (1.0, 0.0)) for gamma, kind in ((3, "ngram"), (4, "model"))
+    }
+    Settings.parse({"slots_per_layer": (8, 4, 0), "draft": {"gamma": 4, "kind": "ngram"}}).save(tmp_path / "mine.json")
+    also = (routed(f"text-4={tmp_path / 'mine.json'}"),)
+    wanted = Wanted(tmp_path, ("drafts",), 16, ratios=(0.5,), gammas=(2, 3, 4), also=also, steps=6, repeats=1)
     options = EngineOptions(device="cpu", context_tokens=256, link_bytes_per_s=10**9)
     with Engine(model, options, Settings(cache_ratio=0.0)) as engine:
         result = Measurement(engine, routing, wanted).run()
@@ -121,6 +125,8 @@ def test_recorded_windows_beside_shorter_ones_and_their_text_alone(tmp_path: Pat
     ran = {(r["routing"], r["gamma"]) for r in result["rows"]}
     assert ran == {("text-3", 0), ("text-3", 2), ("text-3", 3), ("text-4", 0), ("text-4", 2), ("text-4", 4)}
     assert {r["tokens_per_step"] for r in result["rows"]} == {1.0, 2.0}  # the first draft is kept, the second never
+    assert [(r["routing"], r["cache_ratio"]) for r in result["rows"] if r["name"] == "mine"] == [("text-4", 0.25)]
+    assert {(d["routing"], d["gamma"]) for d in result["drafts"]} == {one for one in ran if one[1]}
 
 
 @pytest.mark.integration
