@@ -116,7 +116,7 @@ def queue_up(running: Running, stream: Callable[[int], None], clients: int) -> l
 
 
 def stream_while_pushing(running: Running, quiet: list[list[int]], pushes: int) -> list[tuple[int, Reply]]:
-    """(client, its stream) in the order they ended; settings, valid and not, are pushed until a tenth of text is left."""
+    """(client, its stream) in the order they ended; settings, valid and not, are pushed until a tenth is left."""
     ask, random, statistics = running.client(), Random(5), running.context.statistics
     found: list[tuple[int, Reply]] = []
 
