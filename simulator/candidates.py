@@ -155,7 +155,7 @@ class Space:
             size = self.expert_bytes
         else:
             size = slot_bytes(layer_formats(settings.expert_format, self.shape, self.dtype), self.shape)
-        model = self.draft_bytes if settings.draft == self.draft else 0
+        model = self.draft_bytes if settings.draft in self.drafts else 0
         return (self.room_bytes - more - model) // size
 
     def fits(self, settings: Settings) -> bool:
@@ -258,7 +258,7 @@ class Space:
 
     def _recorded(self, settings: Settings) -> bool:
         """Whether the recordings hold what `settings` use, the profile can cost it, and its text is allowed."""
-        if settings.draft.kind != "none" and settings.draft != self.draft:
+        if settings.draft.kind != "none" and settings.draft not in self.drafts:
             return False
         if settings.miss_action != "fetch" and settings.cpu_threads not in self.threads:
             return False
@@ -284,16 +284,24 @@ class Space:
                 uniform.append((name, self.uniform(**miss)))
         uniform += [(name, self.uniform(**fields)) for name, fields in self.pooled()]
         if self.draft is not None:
-            uniform += [(f"{name}, drafts", self.drafted(settings)) for name, settings in uniform]
+            uniform += [(f"{name}, drafts", self.drafted(settings, self.draft)) for name, settings in uniform]
         for name, settings in uniform:
             if settings is not None:
                 yield Candidate(name, family(settings), settings)
 
-    def drafted(self, settings: Settings | None) -> Settings | None:
-        """`settings` with the recorded draft, whose staging takes slots; None: no room, or drafted already."""
-        if settings is None or self.draft is None or settings.draft == self.draft:
+    @property
+    def drafts(self) -> tuple[Draft, ...]:
+        """The recorded draft, and the same with half as many tokens, a quarter, and so on."""
+        if self.draft is None:
+            return ()
+        gammas = [self.draft.gamma >> halved for halved in range(self.draft.gamma.bit_length())]
+        return tuple(self.draft.model_copy(update={"gamma": gamma}) for gamma in gammas)
+
+    def drafted(self, settings: Settings | None, draft: Draft) -> Settings | None:
+        """`settings` with one of `drafts`, whose staging takes slots; None: no room, or drafted so already."""
+        if settings is None or settings.draft == draft:
             return None
-        return self.fitted(settings.changed(draft=self.draft.model_dump()))
+        return self.fitted(settings.changed(draft=draft.model_dump()))
 
     def fitted(self, settings: Settings) -> Settings | None:
         """`settings` that name their slots, made to fill the memory: the largest layers give up what there is no room

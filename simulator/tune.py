@@ -316,7 +316,7 @@ class Tuning:
 
         Of several recordings the mean over their tokens, or the one with the lowest floor, as they are judged.
         """
-        drafts = [Settings()] if self.space.draft is None else [Settings(), Settings(draft=self.space.draft)]
+        drafts = [Settings(), *(Settings(draft=draft) for draft in self.space.drafts)]
         found = []
         for draft in drafts:
             for trace, numbers in zip(self.pool.context.traces, self.parts[1], strict=True):

@@ -12,6 +12,7 @@ from foreload.backend.policy.window import demand_of, merge_predictions
 from foreload.errors import MismatchError
 from foreload.settings import Settings
 from foreload.shape import ModelShape
+from foreload.traces.remodel import cut_windows
 from foreload.traces.schema import DRAFT_VERIFY, PREFILL, Trace
 
 
@@ -63,14 +64,14 @@ def load_requests(
     """The (chosen) requests in order, with the predictions that `settings` need.
 
     Without a draft, steps are the tokens of the text one by one, also of a recording of verify windows; with one, they
-    are the windows recorded with this very draft. Raises MismatchError if the trace is of another shape, lacks a
-    request, a draft, a predictor, a depth or the width, executed other predictions than the settings would, or names an
-    expert the model does not have.
+    are the windows recorded with that draft, cut where the settings draft fewer tokens. Raises MismatchError if the
+    trace is of another shape, lacks a request, a draft, a predictor, a depth or the width, executed other predictions
+    than the settings would, or names an expert the model does not have.
     """
     _check(trace, shape)
     windows = settings is not None and settings.draft.kind != "none"
     if settings is not None and windows:
-        check_draft(trace, settings)
+        trace = _drafted(trace, settings)
     known = request_numbers(trace)
     chosen = known if requests is None else tuple(requests)
     missing = [number for number in chosen if number not in known]
@@ -104,10 +105,10 @@ def recorded_draft(trace: Trace) -> tuple[str, int] | None:
     return str(sampling["draft"]), int(sampling["gamma"])
 
 
-def check_draft(trace: Trace, settings: Settings) -> None:
-    """Raise MismatchError if the trace does not hold the windows that `settings` would make."""
+def _drafted(trace: Trace, settings: Settings) -> Trace:
+    """With the windows that `settings` would make; MismatchError if the trace does not hold them, nor longer ones."""
     wanted, found = (settings.draft.kind, settings.draft.gamma), recorded_draft(trace)
-    if wanted != found:
+    if found is None or wanted[0] != found[0] or wanted[1] > found[1]:
         held = "plain decode" if found is None else f"those of draft {found[0]!r} with gamma {found[1]}"
         raise MismatchError(f"trace: holds no verify windows of draft {wanted[0]!r} with gamma {wanted[1]}, but {held}")
     model = trace.meta.sampling.get("draft_model")
@@ -115,6 +116,7 @@ def check_draft(trace: Trace, settings: Settings) -> None:
         raise MismatchError(
             f"trace: drafts are of model {model!r}, the settings draft with {settings.draft.model_name!r}"
         )
+    return cut_windows(trace, settings.draft.gamma)
 
 
 def _check(trace: Trace, shape: ModelShape) -> None:

@@ -110,6 +110,35 @@ def with_windows(
     return _said(found, "verify windows made up of consecutive tokens", sampling=sampling)
 
 
+def cut_windows(trace: Trace, gamma: int) -> Trace:
+    """A recording of verify steps as if at most `gamma` tokens had been drafted in each; as it is if none has more.
+
+    Where more drafts than that were kept, the next step begins behind them and drafts what is left of them, as a draft
+    that goes by the text would again; beyond, nothing is known, so such steps are shorter. UsageError for plain decode.
+    """
+    if gamma < 1 or not (trace.phase == DRAFT_VERIFY).any():
+        raise UsageError(f"verify windows: gamma {gamma} must be at least 1, and the trace must hold windows")
+    if gamma >= int(trace.meta.sampling.get("gamma", 0)):
+        return trace
+    rows: list[NDArray[np.intp]] = []
+    accepted: list[NDArray[np.bool_]] = []
+    for first, last in pairwise(trace.step_starts().tolist()):
+        at, end = first, first + int(trace.accepted[first:last].sum())  # of what was kept
+        cut = gamma + 1 if trace.phase[first] == DRAFT_VERIFY else last - first
+        while at < end:
+            window = np.arange(at, min(at + cut, last))
+            rows.append(window)
+            accepted.append(window < end)
+            at += int(accepted[-1].sum())
+    found = trace.take(np.concatenate(rows))
+    found = replace(
+        found,
+        step=np.repeat(np.arange(len(rows), dtype=np.int32), [len(part) for part in rows]),
+        accepted=np.concatenate(accepted),
+    )
+    return _said(found, f"verify windows cut to {gamma} drafts", sampling={**trace.meta.sampling, "gamma": gamma})
+
+
 def without_windows(trace: Trace) -> Trace:
     """The same text decoded token by token: rejected drafts are left out."""
     if not (trace.phase == DRAFT_VERIFY).any():

@@ -65,6 +65,12 @@ class Inputs:
         """The weights' type, as profiled."""
         return self.profile.meta.dtype
 
+    def say_cut(self, settings: Settings, output: Output) -> None:
+        """Say so where settings draft fewer tokens than the recording's verify windows hold."""
+        drafted, recorded = settings.draft.gamma, self.trace.meta.sampling.get("gamma", 0)
+        if 0 < drafted < recorded:
+            output.note(f"verify windows of {drafted} drafts are cut from the recorded ones of {recorded}")
+
     def warm_counts(self, path: Path | None) -> NDArray[np.int64] | None:
         """Uses of each expert in the recording a warm start goes by; MismatchError if it is of another model."""
         from foreload.traces.histogram import warm_counts

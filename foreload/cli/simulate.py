@@ -92,6 +92,7 @@ def simulate(
             "bounds": _bounds(inputs, result, request),
             "perfect_prediction": _perfect(inputs, chosen, capacity, request, counts),
         }
+    inputs.say_cut(chosen, output)
     if timeline is not None:
         _write_timeline(timeline, result, inputs)
         output.note(f"{timeline}: timeline written")

@@ -148,6 +148,7 @@ def tune(
     assert out is not None
     result = _tune(inputs, traces, asked, study, output)
     result.best.settings.save(out)
+    inputs.say_cut(result.best.settings, output)
     if run is not None:
         write_run(run, result, inputs, profile, trace[0])
     values = {"file": str(out), **_provenance(inputs), **result.as_dict()}

@@ -66,7 +66,8 @@ def _prefetch_changes(space: Space, settings: Settings) -> Iterator[tuple[str, d
 
 
 def _drafts(space: Space, settings: Settings) -> Iterator[tuple[str, Settings | None]]:
-    yield "with drafts", space.drafted(settings)
+    for draft in space.drafts:
+        yield f"drafts of {draft.gamma}", space.drafted(settings, draft)
     if settings.draft.kind != "none" and settings.draft != space.base.draft:
         plain = settings.changed(draft=space.base.draft.model_dump())
         yield "no drafts", space.filled(plain.changed(slots_per_layer=None))

@@ -13,6 +13,7 @@ from foreload.cli import main
 from foreload.cli.simulate import sources_text
 from foreload.settings import Settings
 from foreload.traces.io import partial_folder
+from foreload.traces.remodel import with_windows
 from foreload.traces.schema import PredictionColumn
 
 pytestmark = pytest.mark.integration
@@ -55,6 +56,20 @@ def test_simulate_some_requests(files: list[str], capsys: Any) -> None:
     assert shown(capsys, "simulate", *files, "--cache-ratio", "0.5", "--request", "1", "--request", "3")["tokens"] == 24
     assert main(["simulate", *files, "--cache-ratio", "0.5", "--request", "9"]) == 2
     assert "request 9 is not in it" in capsys.readouterr().err
+
+
+def test_fewer_drafts_than_recorded_are_said_to_be_cut(
+    files: list[str], make_trace: Any, write_trace: Any, tmp_path: Path, capsys: Any
+) -> None:
+    write_trace(tmp_path / "windows.parquet", with_windows(make_trace(requests=2, tokens=12), "ngram", 4, (0.9,)))
+    flags, said = [*files[:2], "--trace", str(tmp_path / "windows.parquet")], {}
+    for gamma in (4, 2):
+        settings = Settings.parse({"cache_ratio": 0.5, "draft": {"kind": "ngram", "gamma": gamma}})
+        settings.save(tmp_path / "drafts.json")
+        assert main(["simulate", *flags, "--settings", str(tmp_path / "drafts.json")]) == 0
+        said[gamma] = capsys.readouterr().err
+    assert "cut" not in said[4]
+    assert "verify windows of 2 drafts are cut from the recorded ones of 4" in said[2]
 
 
 def test_simulate_by_memory(files: list[str], capsys: Any) -> None:

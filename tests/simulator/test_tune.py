@@ -10,6 +10,7 @@ from foreload.errors import BudgetError, MismatchError, UsageError
 from foreload.profiler.schema import HardwareProfile
 from foreload.settings import Settings, staging_slots
 from foreload.simulator.tune import split_requests, tune
+from foreload.traces.remodel import with_windows
 from foreload.traces.schema import PREFILL
 
 SHAPE = make_shape(layers=3, experts=8, top_k=2)
@@ -67,7 +68,7 @@ def test_recorded_drafts_compete_and_others_do_not(trace):
     windows = make_windows(SHAPE, 2, requests=4, steps=10)
     result = tune(windows, make_profile(SHAPE), SHAPE, "float32", slots=16)
     drafted = [c for c in result.candidates if c.settings.draft.kind != "none"]
-    assert {(c.settings.draft.kind, c.settings.draft.gamma) for c in drafted} == {("ngram", 2)}
+    assert {(c.settings.draft.kind, c.settings.draft.gamma) for c in drafted} == {("ngram", 2), ("ngram", 1)}
     assert {c.family for c in drafted} >= {"fetch, ngram draft", "cpu, ngram draft", "split, ngram draft"}
     assert all(sum(c.settings.slots_per_layer) + staging_slots(c.settings, SHAPE) <= 16 for c in drafted)
     assert any(c.settings.draft.kind == "none" for c in result.candidates)
@@ -77,6 +78,15 @@ def test_recorded_drafts_compete_and_others_do_not(trace):
     uncosted = tune(windows, HardwareProfile(meta=whole.meta, measurements=lacking), SHAPE, "float32", slots=16)
     plain = tune(trace, whole, SHAPE, "float32", slots=16)
     assert not [c for r in (uncosted, plain) for c in r.candidates if c.settings.draft.kind != "none"]
+
+
+@pytest.mark.integration
+def test_fewer_drafts_than_recorded_where_the_later_ones_are_refused():
+    windows = with_windows(make_trace(SHAPE, 4, 6, 24), "ngram", 4, (1.0, 0.0))
+    result = tune(windows, make_profile(SHAPE), SHAPE, "float32", slots=24)
+    drafted = [c for c in result.candidates if c.settings.draft.kind != "none"]
+    assert {c.settings.draft.gamma for c in drafted} == {4, 2, 1}
+    assert min(drafted, key=lambda c: c.tpot_ns).settings.draft.gamma == 1
 
 
 @pytest.mark.integration

@@ -19,6 +19,7 @@ from foreload.traces.remodel import (
     acceptance,
     as_deep,
     better_of,
+    cut_windows,
     executing,
     of_shape,
     renamed,
@@ -77,6 +78,39 @@ def test_acceptance_is_found_again(make_trace: MakeTrace) -> None:
 
 
 @pytest.mark.unit
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(recorded=st.integers(1, 8), gamma=st.integers(1, 8), seed=st.integers(0, 99), share=st.floats(0, 1))
+def test_windows_cut_short_keep_the_text(
+    make_trace: MakeTrace, recorded: int, gamma: int, seed: int, share: float
+) -> None:
+    """None is too long; where a recorded one kept no more than is wanted, the cut one keeps and rejects the same."""
+    made = with_windows(make_trace(tokens=40, predictions=[GATE]), "ngram", recorded, [share], seed)
+    found = cut_windows(made, gamma)
+    if gamma >= recorded:
+        assert found is made
+        return
+    for name in ("request", "phase", "position", "token_id", "experts"):
+        whole, cut = (getattr(one.take(np.flatnonzero(one.accepted)), name) for one in (made, found))
+        assert np.array_equal(whole, cut)
+    starts = {}
+    for first, last in pairwise(found.step_starts().tolist()):
+        kept = int(found.accepted[first:last].sum())
+        assert found.accepted[first:last].tolist() == [True] * kept + [False] * (last - first - kept)
+        if found.phase[first] == DRAFT_VERIFY:
+            assert 1 <= last - first <= gamma + 1
+            starts[found.request[first], found.position[first]] = (first, last, kept)
+    for first, last in pairwise(made.step_starts().tolist()):
+        kept = int(made.accepted[first:last].sum())
+        if made.phase[first] == DRAFT_VERIFY and kept <= gamma + 1:
+            here, until, still = starts[made.request[first], made.position[first]]
+            assert (still, until - here) == (kept, min(gamma + 1, last - first))
+            assert np.array_equal(found.experts[here:until], made.experts[first : first + until - here])
+    assert found.meta.sampling["gamma"] == gamma
+    assert "assumed: verify windows" in found.meta.source
+    assert cut_windows(found, gamma) is found
+
+
+@pytest.mark.unit
 def test_windows_taken_away_leave_the_text(make_trace: MakeTrace) -> None:
     plain = make_trace()
     assert without_windows(plain) is plain
@@ -97,6 +131,9 @@ def test_made_windows_can_be_written(make_trace: MakeTrace, write_trace: Callabl
 
 @pytest.mark.unit
 def test_what_makes_no_windows_is_refused(make_trace: MakeTrace) -> None:
+    for trace, gamma in ((make_trace(), 2), (with_windows(make_trace(), "ngram", 4, [0.5]), 0)):
+        with pytest.raises(UsageError, match=f"gamma {gamma} must be at least 1, and the trace must hold windows"):
+            cut_windows(trace, gamma)
     plain = make_trace()
     for gamma, shares in ((0, [0.5]), (2, []), (2, [1.5])):
         with pytest.raises(UsageError, match="gamma"):
