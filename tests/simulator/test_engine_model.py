@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from sim_inputs import make_profile, make_shape, make_trace, make_windows, manual_trace
+from sim_inputs import make_profile, make_shape, make_trace, manual_trace
 
 from foreload.backend.policy import Counter
 from foreload.errors import MismatchError
@@ -275,8 +275,6 @@ def test_what_does_not_belong_together_is_refused():
     refused("capacity has 1", capacity=(1,))
     refused("request 9 is not in it", requests=[9])
     refused("no verify windows of draft 'ngram' with gamma 3, but plain", Settings(draft={"kind": "ngram", "gamma": 3}))
-    longer = Settings(draft={"kind": "ngram", "gamma": 4})
-    refused("gamma 4, but those of draft 'ngram' with gamma 3", longer, trace=make_windows(SHAPE, 3))
     stray = make_trace(SHAPE)
     stray.experts[0, 0, 0] = 12
     refused("outside 0..11", trace=stray)

@@ -20,6 +20,7 @@ from foreload.simulator import CostModel, load_requests, simulate, split_costs
 from foreload.simulator.bounds import belady_loads, bounds
 from foreload.simulator.replay import replay
 from foreload.simulator.result import shared_ns
+from foreload.traces.remodel import cut_windows
 from foreload.traces.schema import DECODE, PREFILL, Trace
 
 SHAPE = make_shape(layers=4, experts=12, top_k=3)
@@ -79,6 +80,15 @@ def test_without_a_draft_the_text_is_decoded_token_by_token(device: str) -> None
 
 
 @pytest.mark.unit
+def test_fewer_drafts_than_recorded_are_cut_from_those() -> None:
+    trace, profile = make_windows(SHAPE, 3), make_profile(SHAPE)
+    fewer = Settings.parse({"draft": {"kind": "ngram", "gamma": 1}})
+    found, cut = (simulate(one, profile, SHAPE, fewer, (4,) * 4) for one in (trace, cut_windows(trace, 1)))
+    assert found.token_ns.tolist() == cut.token_ns.tolist()
+    assert 1 < found.tokens_per_step <= 2
+
+
+@pytest.mark.unit
 def test_drafts_that_are_not_recorded_are_refused() -> None:
     profile = make_profile(SHAPE)
 
@@ -87,7 +97,7 @@ def test_drafts_that_are_not_recorded_are_refused() -> None:
             simulate(trace, profile, SHAPE, Settings.parse({"draft": {"kind": kind, "gamma": gamma}}), (4,) * 4)
         assert said in str(caught.value)
 
-    refused("draft 'ngram' with gamma 2, but those of draft 'ngram' with gamma 3", make_windows(SHAPE, 3), "ngram", 2)
+    refused("draft 'ngram' with gamma 4, but those of draft 'ngram' with gamma 3", make_windows(SHAPE, 3), "ngram", 4)
     refused("no verify windows of draft 'ngram' with gamma 2, but plain decode", make_trace(SHAPE), "ngram", 2)
 
 
