@@ -31,6 +31,7 @@ EXPECTED_SHARE = 0.7
 SHAPE = "shape:qwen3-30b-a3b"
 """Whose experts the CPU computes here."""
 SECONDS = 0.2  # for each point
+NOT_READ = "the file is too small, or the system does not let go of what it has of it in memory (a tmpfs, an overlay)"
 MOST_STOLEN_PCT = 1.0
 
 
@@ -55,6 +56,7 @@ class Examined:
     pinned_bytes: int | None  # that could be pinned; None without a GPU
     not_pinned_bytes: int | None  # the first size that could not
     spills: bool | None
+    not_read: str = ""  # why no storage was measured; empty: it was
     stolen_pct: float = 0.0  # of all cores' time while CPU experts ran: the host of a virtual machine ran somebody else
 
     @property
@@ -80,7 +82,8 @@ def examine(step: Callable[[str], None] = lambda _: None, file: Path | None = No
     with stolen() as share:
         found += cpu_experts()
     step("storage")
-    found += transfers.storage(file, transfers.SIZES, SECONDS)
+    reads = list(transfers.storage(file, transfers.SIZES, SECONDS))
+    found += reads
     gpu, pinned, refused, spills = None, None, None, None
     if cuda:
         step("copies")
@@ -101,6 +104,7 @@ def examine(step: Callable[[str], None] = lambda _: None, file: Path | None = No
         pinned_bytes=pinned,
         not_pinned_bytes=refused,
         spills=spills,
+        not_read="" if reads else NOT_READ,
         stolen_pct=share[0],
     )
 

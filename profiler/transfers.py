@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
+import mmap
 import os
 import tempfile
 import time
@@ -59,35 +62,59 @@ def _copied(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def storage(path: Path | None, sizes: Sequence[int], seconds: float) -> Iterator[Measurement]:
-    """`storage`: reading a file (None: a temporary one) in pieces that the system has not kept in memory.
+    """`storage`: reading a file (None: a temporary one) at places of which nothing is in memory.
 
-    Nothing where the system cannot be told to forget a file.
+    Nothing where the system cannot forget a file (a tmpfs), or does not say what it remembers of it.
     """
     if not hasattr(os, "posix_fadvise"):
         return
     with tempfile.TemporaryDirectory() as folder:
         if path is None:
             path = Path(folder) / "read"
-            with path.open("wb") as made:
-                made.write(os.urandom(MIB) * 64)
-                os.fsync(made.fileno())
+            path.write_bytes(os.urandom(MIB) * 64)
         with path.open("rb") as file:
+            os.fsync(file.fileno())  # only pages that are written back can be dropped
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # else more is read ahead than was asked for
             length = os.fstat(file.fileno()).st_size
             for size in sizes:
-                if size <= length:
-                    yield summarise("storage", _reads(file.fileno(), length, size, seconds), bytes=size)
+                samples = _reads(file.fileno(), length, size, seconds)
+                if samples:
+                    yield summarise("storage", samples, bytes=size)
 
 
 def _reads(descriptor: int, length: int, size: int, seconds: float) -> list[float]:
-    """Microseconds of reads of `size` bytes at other places each."""
-    samples, until, at = list[float](), time.monotonic() + seconds, 0
-    while not samples or (time.monotonic() < until and len(samples) < 200):
-        at = (at + 7 * size) % (length - size + 1)
-        os.posix_fadvise(descriptor, at, size, os.POSIX_FADV_DONTNEED)
+    """Microseconds of reads of `size` bytes that were not in memory."""
+    samples, until, buffer = list[float](), time.monotonic() + seconds, bytearray(size)
+    for at in places(length, size)[:200]:
+        if samples and time.monotonic() > until:
+            break
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        if in_memory(descriptor, at, size):
+            continue
         begun = time.perf_counter_ns()
-        os.pread(descriptor, size, at)
+        os.preadv(descriptor, [buffer], at)
         samples.append((time.perf_counter_ns() - begun) / 1e3)
     return samples
+
+
+def places(length: int, size: int) -> list[int]:
+    """Every place for a read of `size` bytes in whole pages, none twice, neighbours in time far apart in the file."""
+    step = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    count = (length - size) // step + 1 if length >= size else 0
+    stride = max(1, round(count * 0.618))
+    while math.gcd(stride, count) > 1:
+        stride += 1
+    return [turn * stride % count * step for turn in range(count)]
+
+
+def in_memory(descriptor: int, at: int, size: int) -> bool:
+    """Whether any page of a file's bytes from `at` (the start of a page) is in memory; also if that is not known."""
+    with mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY, offset=at) as mapped:
+        resident = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+        start = ctypes.c_char.from_buffer(mapped)
+        failed = ctypes.CDLL(None).mincore(ctypes.byref(start), ctypes.c_size_t(size), resident)
+        del start  # the mapping cannot be closed while it is pointed to
+        return bool(failed) or any(pages & 1 for pages in resident)
 
 
 def pinned_quota(

@@ -74,7 +74,8 @@ def _show(console: Console, found: Examined, wrong: list[Problem], measured: Har
         if "bytes" in m.at
     ]
     columns = ("what", "size", "memory", "p50 us", "p95 us", "GB/s")
-    console.print(table("bytes moved", columns, rows, "source: measured now; storage: what was not in memory"))
+    read = f"not measured: {found.not_read}" if found.not_read else "what was not in memory"
+    console.print(table("bytes moved", columns, rows, f"source: measured now; storage: {read}"))
     console.print(
         table(
             "experts on the CPU", ("threads", "ms for 8", "GB/s"), _cpu(found), f"source: measured, {found.cpu_experts}"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import mmap
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +110,30 @@ def test_how_much_can_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize(("length", "size"), [(1 << 20, 5000), (1 << 20, 1 << 18), (8192, 8192), (8192, 8193)])
+def test_reads_are_far_apart_and_never_twice(length: int, size: int) -> None:
+    step = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    found = transfers.places(length, size)
+    assert sorted(found) == [step * i for i in range(len(found))]
+    assert len(found) == (length - size) // step + 1 if size <= length else not found
+    if len(found) > 4:
+        assert min(abs(a - b) for a, b in pairwise(found)) > length / 4
+
+
+@pytest.mark.unit
+def test_what_is_in_memory_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(1 << 16))
+    with path.open("rb") as file:
+        assert transfers.in_memory(file.fileno(), mmap.PAGESIZE, 5000)
+    monkeypatch.setattr(transfers.os, "posix_fadvise", lambda *_: None)  # as a tmpfs does
+    assert list(transfers.storage(path, (1 << 14,), 0.01)) == []
+    monkeypatch.setattr(transfers, "in_memory", lambda *_: False)
+    [found] = transfers.storage(path, (1 << 14, 1 << 17), 10)
+    assert (found.at, found.repeats) == ({"bytes": 1 << 14}, 4)
+
+
+@pytest.mark.unit
 @given(fixed=st.floats(0.1, 50), rate=st.floats(1e8, 1e11))
 def test_a_line_finds_fixed_cost_and_rate(fixed: float, rate: float) -> None:
     sizes = [1 << n for n in range(12, 27, 2)]
@@ -165,5 +191,6 @@ def test_the_command(
     assert main(["doctor", *flags]) == 0
     printed = capsys.readouterr().out
     assert "experts on the CPU" in printed
+    assert ("storage: not measured" in printed) == bool(values["not_read"])
     assert "profile of" in printed
     assert main(["doctor", "--profile", str(tmp_path / "none.json")]) == 2
