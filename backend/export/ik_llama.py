@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from foreload.backend.export import llama_cpp
-from foreload.backend.export.base import CPU, Explanation, Exported, Exporter, Target, unexpressed
+from foreload.backend.export.base import Explanation, Exported, Exporter, Target
 from foreload.backend.export.flags import Flag, parse_flags
 from foreload.backend.export.patterns import EXPERTS, Rule, read_rules
 from foreload.backend.export.placement import whole_layers
@@ -27,9 +27,7 @@ def make(target: Target) -> Exported:
     moved = llama_cpp.rules(placement, shape, several, target.backend)
     command += ["-ot", moved] if moved else []
     command += ["-fmoe", "-t", str(target.settings.cpu_threads)]
-    notes = [*unexpressed(target.settings, llama_cpp.EXPRESSES, NAME)]
-    if CPU in placement.experts and target.settings.miss_action != "cpu":
-        notes.append(llama_cpp.NO_FETCH)
+    notes = llama_cpp.placement_notes(target, placement, NAME)
     notes.append("slots are rounded down to whole layers: there is no cache of single experts")
     notes.append("compute buffers are not counted: leave room with headroom_bytes")
     return Exported(NAME, CHECKED, tuple(command), notes=tuple(notes), placement=placement)

@@ -22,13 +22,14 @@ from foreload.backend.export.base import (
 )
 from foreload.backend.export.flags import Flag, Parsed, parse_flags
 from foreload.backend.export.patterns import EXPERTS, Rule, first_hit, layers_rule, read_rules
-from foreload.backend.export.placement import whole_layers, with_cache
+from foreload.backend.export.placement import whole_layers, with_cache, without_effect
 from foreload.backend.export.tensors import Tensor, expert_variants, gguf_tensors
 from foreload.errors import UsageError
 from foreload.shape import ModelShape
 
 NAME = "llama.cpp"
 NO_FETCH = "experts that are not on the device are computed on the CPU: they are never fetched in decoding"
+FROM_THE_START = "experts of layers on the device are there from the start, not from their first use on"
 CHECKED = "llama.cpp build 11549 (2026-10): -ot read by its own parser, the other options as documented"
 EXPRESSES = frozenset({"slots_per_layer", "cache_ratio", "miss_action", "cpu_threads", "headroom_bytes"})
 FLAGS = {
@@ -84,10 +85,19 @@ def make(target: Target) -> Exported:
     return Exported(NAME, CHECKED, tuple(command), notes=_notes(target, placement), placement=placement)
 
 
-def _notes(target: Target, placement: Placement) -> tuple[str, ...]:
-    notes = [*unexpressed(target.settings, EXPRESSES, NAME)]
+def placement_notes(target: Target, placement: Placement, name: str) -> list[str]:
+    """What is done otherwise than the settings say, by both engines of this family."""
+    fixed = without_effect(target, ends(target.shape))
+    notes = [*unexpressed(target.settings, EXPRESSES | fixed, name)]
+    if fixed and set(placement.experts) != {CPU} and target.settings.admission != "none":
+        notes.append(FROM_THE_START)
     if CPU in placement.experts and target.settings.miss_action != "cpu":
         notes.append(NO_FETCH)
+    return notes
+
+
+def _notes(target: Target, placement: Placement) -> tuple[str, ...]:
+    notes = placement_notes(target, placement, NAME)
     if placement.cache_experts:
         notes.append(
             "--moe-cache-mib is in recent builds alone and for one device: see llama-server --help; it keeps experts "

@@ -19,6 +19,8 @@ from foreload.units import format_bytes
 
 Ends = tuple[int, int]
 """Weights outside the decoder's layers: on the first device, on the last."""
+CHANGES = frozenset({"eviction", "half_life", "admission", "admit_per_step"})
+"""Fields that say how residents change."""
 
 
 def slots(target: Target, ends: Ends) -> tuple[int, ...]:
@@ -34,6 +36,12 @@ def slots(target: Target, ends: Ends) -> tuple[int, ...]:
         raise UsageError("the settings leave the number of slots open: give the device memory with --gpu")
     free = sum(target.gpus) - fixed_bytes(target, ends)
     return slot_counts(settings, shape, max(0, free // target.size(shape.expert_weights)))
+
+
+def without_effect(target: Target, ends: Ends) -> frozenset[str]:
+    """Fields of the settings that decide nothing: where every layer has a slot for all of its experts, or none."""
+    whole = {0, target.shape.experts}.issuperset(slots(target, ends))
+    return CHANGES if whole and target.settings.pool == "layer" else frozenset()
 
 
 def fixed_bytes(target: Target, ends: Ends) -> int:

@@ -29,6 +29,7 @@ from foreload.backend.export.sglang_kt import ratio
 from foreload.backend.export.vllm import Grouping, grouping
 from foreload.backend.models.checkpoint import Checkpoint
 from foreload.errors import BudgetError, FileError, UsageError
+from foreload.presets import preset_settings
 from foreload.settings import Settings
 from foreload.shape import ModelShape
 
@@ -92,6 +93,26 @@ def test_slots_of_other_layers_become_a_cache(qwen: ModelShape) -> None:
     check_rules(made.command, qwen, set(range(2, 48)))
     expert = 3 * 2048 * 768 * 4.5 / 8
     assert llama_arguments(made.command).moe_cache_mib == int(46 * 16 * expert // 2**20)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("engine", ["llama.cpp", "ik_llama"])
+def test_fixed_placement_is_what_the_engine_does(engine: str, qwen: ModelShape) -> None:
+    """Nothing is admitted or evicted where layers are whole: only a first use differs, and is said."""
+
+    def notes(fields: dict[str, Any]) -> str:
+        return " ".join(export(engine, target(qwen, {"miss_action": "cpu", **fields})).notes)
+
+    whole = layered(qwen, set(range(20, 48)))
+    as_preset = preset_settings("llama_cpp", qwen, 4, slots=3000)
+    assert "counterpart" not in notes(as_preset.model_dump(exclude_defaults=True))
+    assert "from the start" not in notes({**whole, "admission": "none"})
+    changing = notes({**whole, "eviction": "lfu", "admission": "background"})
+    assert "there from the start" in changing
+    assert "counterpart" not in changing
+    for part in (layered(qwen, {1, 2}, other=16), {**whole, "pool": "shared"}):
+        assert "admission=none: " in notes({**part, "admission": "none"})
+    assert "predictor=gate: " in notes({**whole, "predictor": "gate", "prefetch_depth": 1})
 
 
 @pytest.mark.unit
