@@ -197,4 +197,5 @@ def _show(console: Console, values: dict[str, Any]) -> None:
         for load, again in zip(values["expert_load"], values["reuse_previous_step"], strict=True)
     ]
     head = ("MoE layer", "experts never used", "share of the busiest", "used again next step")
-    console.print(table("Routing per layer", head, rows, "source: measured, counted in the recording"))
+    note = "source: measured, counted in the recording: use over all rows, prompts' too; again over decoded tokens"
+    console.print(table("Routing per layer", head, rows, note))

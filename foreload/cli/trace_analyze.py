@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from foreload.simulator.curves import Curves
     from foreload.traces.statistics import Statistics
 
-SOURCE = "source: counted in the recording"
+SOURCE = "source: counted in the recording over decoded tokens, prompts left out"
 
 
 def analyze(

@@ -154,6 +154,7 @@ def test_trace_info(trace_file: Path, capsys: Any) -> None:
     shown = capsys.readouterr().out
     assert "3 MoE layers, 8 experts, top 2" in shown
     assert "source: measured" in shown
+    assert "use over all rows, prompts' too; again over decoded tokens" in " ".join(shown.split())
     assert max(map(len, shown.splitlines())) <= 100
 
 

@@ -183,6 +183,8 @@ def test_rejected_drafts_and_missing_predictions_are_left_out(make_trace: Any) -
 def test_page_is_self_contained_and_tables_show(file: Path, tmp_path: Path, capsys: Any) -> None:
     assert main(["trace", "analyze", str(file), "--out", str(tmp_path / "page.html")]) == 0
     shown = capsys.readouterr()
+    assert "over decoded tokens, prompts left out" in " ".join(shown.out.split())
+    assert "over decoded tokens, prompts left out" in (tmp_path / "page.html").read_text()
     for text in ("Hit rate against slots", "belady: the best possible", "Recall of predictions", "entropy"):
         assert text in " ".join(shown.out.split())
     page = (tmp_path / "page.html").read_text()
