@@ -15,7 +15,7 @@ from foreload.dashboard import svg
 from foreload.dashboard.pages import page_environment
 from foreload.dashboard.result import Candidate, Outcome, Run, RunResult, load_run
 from foreload.files import write_text
-from foreload.profiler.schema import HardwareProfile, Measurement
+from foreload.profiler.schema import HardwareProfile, Measurement, coordinate
 from foreload.settings import Settings, flat_fields
 from foreload.units import format_bytes
 
@@ -206,7 +206,7 @@ def _profile_row(probe: str, found: list[Measurement], profile: HardwareProfile)
     sources = ", ".join(sorted({measurement.source for measurement in found}))
     return {
         "probe": _words(probe),
-        "at": "; ".join(f"{axis} {_range(sorted(values))}" for axis, values in axes.items()) or "one point",
+        "at": "; ".join(f"{axis} {_range(axis, sorted(values))}" for axis, values in axes.items()) or "one point",
         "points": str(len(found)),
         "median": _span(min(medians), max(medians)),
         "spread": f"{spread:.2f}",
@@ -214,8 +214,10 @@ def _profile_row(probe: str, found: list[Measurement], profile: HardwareProfile)
     }
 
 
-def _range(values: list[int]) -> str:
-    return ", ".join(map(str, values)) if len(values) <= 3 else f"{values[0]} to {values[-1]}"
+def _range(axis: str, values: list[int]) -> str:
+    if len(values) <= 3 or axis == "format":
+        return ", ".join(coordinate(axis, value) for value in values)
+    return f"{values[0]} to {values[-1]}"
 
 
 def _span(low: float, high: float) -> str:

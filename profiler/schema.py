@@ -25,7 +25,8 @@ Probes (the names are a contract between profiler and cost model). `p50_us` is t
     gpu_format      experts, format           that many experts on the device, one token each, beside nothing
     to_host         bytes, pinned             one copy from a GPU's memory
     both_ways       bytes                     one copy each way at once, between a GPU and pinned memory
-    storage         bytes                     reading so much of the model's file, none of it in memory
+    storage         bytes                     reading so much of the model's file, none of it in memory; not there where
+                                              the system does not let go of it
     prefill_layer   tokens                    attention, route and sum of one layer on a prompt chunk
     prefill_expert  tokens                    one resident expert on that many tokens
     cpu_expert      tokens                    one expert on one CPU thread on that many tokens, hand-off included
@@ -86,12 +87,17 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from foreload.errors import FileError, MismatchError
 from foreload.files import parse_model, read_mapping, write_text
-from foreload.formats import PackedFormat
+from foreload.formats import FORMATS, PackedFormat
 from foreload.machine import machine_name, software
 from foreload.shape import ModelShape
 
 PROFILE_SCHEMA = 1
 Microseconds = Annotated[float, Field(ge=0)]
+
+
+def coordinate(axis: str, value: int) -> str:
+    """A measurement's coordinate as it is shown: an expert format by its name, else the number."""
+    return FORMATS[value] if axis == "format" and value in range(len(FORMATS)) else str(value)
 
 
 class Measurement(BaseModel):

@@ -72,13 +72,15 @@ def profile(
 
 
 def _show(console: Any, values: dict[str, Any], fitted: list[Fit]) -> None:
+    from foreload.profiler.schema import coordinate
+
     meta = values["meta"]
     emulated = meta["emulated_link_bytes_per_s"]
     link = f", emulated link {emulated / 1e6:.0f} MB/s" if emulated else ""
     rows = [
         (
             m["probe"],
-            ", ".join(f"{name} {value}" for name, value in m["at"].items()),
+            ", ".join(f"{name} {coordinate(name, value)}" for name, value in m["at"].items()),
             f"{m['p50_us']:.1f}",
             f"{m['p95_us']:.1f}",
             f"{m['gpu_us']:.1f}" if meta["device"] == "cuda" else "-",

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from foreload.cli.profile import _show
+from foreload.dashboard.report import profile_rows
 from foreload.errors import FileError, MismatchError
-from foreload.profiler.schema import PROFILE_SCHEMA, HardwareProfile
+from foreload.profiler.schema import PROFILE_SCHEMA, HardwareProfile, Measurement, coordinate
 from foreload.shape import ModelShape
 
 MakeProfile = Callable[..., HardwareProfile]
@@ -160,3 +163,15 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, make_profile: MakeProfi
     (tmp_path / "file").write_text("")
     with pytest.raises(FileError, match=r"p.json: cannot be written"):
         make_profile().save(tmp_path / "file" / "p.json")
+
+
+@pytest.mark.unit
+def test_tables_name_expert_formats(make_profile: MakeProfile, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = make_profile()
+    points = [Measurement(probe="gpu_format", at={"format": at}, p50_us=1, p95_us=1, repeats=1) for at in range(6)]
+    profile = profile.model_copy(update={"measurements": tuple(points)})
+    [row] = profile_rows(profile)
+    assert row["at"] == "format fp32, bf16, int8, fp8, mxfp4, fp8_tile"
+    _show(Console(width=100), {"file": "p.json", **profile.model_dump(mode="json")}, [])
+    assert "format mxfp4" in capsys.readouterr().out
+    assert coordinate("experts", 4) == "4"
