@@ -26,7 +26,7 @@ Probes (the names are a contract between profiler and cost model). `p50_us` is t
     to_host         bytes, pinned             one copy from a GPU's memory
     both_ways       bytes                     one copy each way at once, between a GPU and pinned memory
     storage         bytes                     reading so much of the model's file, none of it in memory; not there where
-                                              the system does not let go of it
+                                              the system does not let go of it (a tmpfs; weights the engine has mapped)
     prefill_layer   tokens                    attention, route and sum of one layer on a prompt chunk
     prefill_expert  tokens                    one resident expert on that many tokens
     cpu_expert      tokens                    one expert on one CPU thread on that many tokens, hand-off included

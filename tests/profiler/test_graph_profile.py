@@ -32,7 +32,7 @@ from foreload.simulator.costs import CostModel
 
 EFFORT = replace(probes.QUICK, rounds=3, contexts=(1, 32), chunks=(1, 8), sizes=(1 << 14,), seconds=0.02, depth=2)
 EAGER_ALONE = {"route", "both", "window_route"}
-MAY_LACK = {"draft_model", "to_host", "both_ways"}
+MAY_LACK = {"draft_model", "to_host", "both_ways", "storage"}
 """Without a draft model or a GPU."""
 pytestmark = pytest.mark.filterwarnings("ignore:profile. a fixed block varied")
 
