@@ -14,6 +14,7 @@ from streamlit.testing.v1 import AppTest
 
 import foreload.dashboard.app as app
 from foreload.dashboard.app import data
+from foreload.dashboard.app.labels import errors_of_all
 from foreload.dashboard.app.url import seed
 from foreload.errors import UsageError
 from foreload.settings import Settings, slot_counts
@@ -91,7 +92,7 @@ def test_the_first_page_shows_what_the_simulator_says() -> None:
     assert script.slider(key="memory").value == 14
     assert metric(script, "Time per token") == f"{expected.tpot_ns / 1e6:.3g} ms"
     assert metric(script, "Found on the device") == f"{expected.hit_rate:.1%}"
-    assert ":violet-badge[simulated] off by 1.5 % in the median" in captions(script)
+    assert ":violet-badge[simulated] off by 2.3 % in the median" in captions(script)
 
 
 def test_a_change_of_a_control_changes_prediction_and_address() -> None:
@@ -170,7 +171,20 @@ def test_the_other_source_is_a_real_link_without_validation() -> None:
     script = start(source=H200)
     assert "error unknown on this machine" in captions(script)
     clean(script.selectbox(key="source").set_value(CPU).run())
-    assert "off by 1.5 %" in captions(script)
+    assert "off by 2.3 % in the median and 9 % in one of ten of 28 settings" in captions(script)
+
+
+def test_the_bundled_validation_is_the_one_that_readme_quotes() -> None:
+    script = start("validation")
+    assert (metric(script, "Error, median"), metric(script, "Worst")) == ("2.3 %", "+19.6 %")
+    assert "chosen among the 9 whose turns" in captions(script)
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    assert "28 settings of `mini`: absolute error 2.3 % in the median, 19.6 % at worst" in text
+
+
+def test_errors_of_a_validation_without_those_of_all_settings() -> None:
+    old = {"settings": 19, "p50_error_pct": 1.5, "p90_error_pct": 28.0, "worst_error_pct": -31.0}
+    assert errors_of_all(old) == {"settings": 19, "p50": 1.5, "p90": 28.0, "worst": -31.0}
 
 
 @pytest.mark.parametrize(

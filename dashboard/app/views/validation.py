@@ -21,11 +21,12 @@ def page(view: View) -> None:
     if found is None:
         return
     summary, rows = found["summary"], found["rows"]
+    every = labels.errors_of_all(summary)
     tiles = st.columns(4)
     values = {
-        "Error, median": f"{summary['p50_error_pct']:.1f} %",
-        "Error, one of ten": f"{summary['p90_error_pct']:.0f} %",
-        "Worst": f"{summary['worst_error_pct']:+.0f} %",
+        "Error, median": f"{every['p50']:.1f} %",
+        "Error, one of ten": f"{every['p90']:.0f} %",
+        "Worst": f"{every['worst']:+.1f} %",
         "Chosen by prediction": "the best" if not summary["regret_pct"] else f"{summary['regret_pct']:.1f} % slower",
     }
     for tile, (name, value) in zip(tiles, values.items(), strict=True):
@@ -34,9 +35,11 @@ def page(view: View) -> None:
     st.plotly_chart(figures.scatter(rows), config=figures.CONFIG, key="scatter")
     rate = found.get("emulated_link_bytes_per_s")
     link = f", link emulated at {rate / 1e6:g} MB/s" if rate else ""
+    apart = len(summary.get("apart", ()))
+    steady = f"; chosen among the {every['settings'] - apart} whose turns spread by at most 5 %" if apart else ""
     st.caption(
         f"{found['model']} on {found['machine']}{link}, {found['profile_date'][:10]}; measured: median of "
-        f"{found['repeats']} turns {labels.badge('measured', 'simulated')}"
+        f"{found['repeats']} turns{steady} {labels.badge('measured', 'simulated')}"
     )
     table = pd.DataFrame(rows)[
         ["settings", "predicted_tpot_ms", "measured_tpot_ms", "error_pct", "measured_spread_pct"]
