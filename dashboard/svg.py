@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from math import floor, log10
+from math import ceil, floor, log10
 
 WIDTH = 860
 LABEL = 150  # pixels left of the bars
@@ -240,7 +240,11 @@ def scatter(title: str, dots: Sequence[Dot], x_name: str, y_name: str) -> str:
 
 
 def decades(low: float, high: float) -> list[float]:
-    """1, 2 and 5 of every power of ten between two values."""
+    """1, 2 and 5 of every power of ten between two values; where they are too near, round values at equal distances."""
     first, last = floor(log10(low)), floor(log10(high))
     found = [float(f"{m}e{power}") for power in range(first, last + 1) for m in (1, 2, 5)]
-    return [value for value in found if low <= value <= high]
+    found = [value for value in found if low <= value <= high]
+    if len(found) > 1:
+        return found
+    step = ticks(high - low)[1]
+    return [float(f"{step * at:.12g}") for at in range(ceil(low / step), floor(high / step) + 1)]

@@ -12,6 +12,7 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 
 from foreload.dashboard.report import KIND_NAMES
+from foreload.dashboard.svg import decades
 from foreload.simulator.timeline import TimelineEvent
 
 KINDS = {
@@ -250,7 +251,7 @@ def scatter(rows: Sequence[Mapping[str, Any]]) -> go.Figure:
         "(%{customdata[1]:+.1f} %)<extra></extra>",
     )
     for update in (figure.update_xaxes, figure.update_yaxes):
-        update(type="log", range=[log10(low), log10(high)], tickvals=TICKS)
+        update(type="log", range=[log10(low), log10(high)], tickvals=decades(low, high))
     return _layout(figure, 440, "measured, ms per token", "predicted, ms per token", legend=False)
 
 

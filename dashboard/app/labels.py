@@ -41,9 +41,10 @@ def stated_error(data: Dataset, machine: Machine) -> str:
     if data.validation is None:
         return "error unknown on this machine: `foreload validate` measures it"
     every = errors_of_all(data.validation["summary"])
+    plural = "s" if every["settings"] != 1 else ""
     return (
         f"off by {every['p50']:.1f} % in the median and {every['p90']:.0f} % in one of ten "
-        f"of {every['settings']} settings measured on {data.validation['machine']}"
+        f"of {every['settings']} setting{plural} measured on {data.validation['machine']}"
     )
 
 
