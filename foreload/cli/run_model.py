@@ -32,6 +32,7 @@ from foreload.cli.output import JsonFlag, Output, facts
 from foreload.cli.presets import PresetFlag
 from foreload.errors import UsageError
 from foreload.files import read_bytes
+from foreload.units import format_bytes
 
 if TYPE_CHECKING:
     from foreload.backend.engine import Engine
@@ -123,7 +124,7 @@ def _replayed(engine: Engine, path: Path, request: int, steps: int) -> dict[str,
 
 def warm_facts(warm: dict[str, Any]) -> dict[str, str]:
     """What was loaded before the first prompt, if anything."""
-    return {"loaded before": f"{warm['bytes'] / 1e6:.2f} MB in {warm['ms']:.1f} ms"} if warm["bytes"] else {}
+    return {"loaded before": f"{format_bytes(warm['bytes'])} in {warm['ms']:.1f} ms"} if warm["bytes"] else {}
 
 
 def summary(engine: Engine, generation: Generation) -> dict[str, Any]:
@@ -176,7 +177,7 @@ def _show(console: Any, prompt: str, values: dict[str, Any]) -> None:
                 "first token": f"{values['ttft_ms']:.1f} ms after {values['prompt_tokens']} prompt tokens",
                 "decode steps": steps,
                 "experts": f"{values['experts_per_layer_step']:.1f} per layer and step: {rates}",
-                "copied": f"{values['bytes_per_token'] / 1e6:.2f} MB per token",
+                "copied": f"{format_bytes(values['bytes_per_token'])} per token",
                 **shadow_facts(values["true_recall"]),
                 **warm_facts(values["warm_start"]),
                 "memory": values["memory"],

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from foreload.cli import main
+from foreload.cli.run_model import warm_facts
 from foreload.traces.io import read_trace
 from foreload.traces.timings import read_timings
 
@@ -51,3 +53,13 @@ def test_record_and_run_with_drafts(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert json.loads(capsys.readouterr().out)["text"] == plain["text"]
     assert main(["run", "mini", "--prompt", "a", "--gamma", "3", *flags]) == 2
     assert "--gamma 3 goes with a draft" in json.loads(capsys.readouterr().out)["error"]
+
+
+@pytest.mark.integration
+def test_run_shows_bytes_in_binary_units(capsys: pytest.CaptureFixture[str]) -> None:
+    run = ["run", "mini", "--prompt", "The", "--tokens", "3", "--vram", "16MiB", "--device", "cpu"]
+    assert main(run) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"copied +[\d.]+ [KM]iB per token", shown)
+    assert not re.search(r"\d [kMG]B\b", shown)
+    assert warm_facts({"bytes": 3 << 20, "ms": 1.5}) == {"loaded before": "3 MiB in 1.5 ms"}
