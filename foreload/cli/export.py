@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foreload.cli.output import JsonFlag, Output, facts, table
+from foreload.cli.output import JsonFlag, Output, facts, table, writable_folder
 from foreload.errors import UsageError
 from foreload.units import format_bytes, parse_bytes
 
@@ -62,7 +62,8 @@ def export(
         typer.Option("--engine-help", metavar="FILE", help="What the installed engine's --help prints, to check by."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="DIR", help="Write the export's files here.")
+        Path | None,
+        typer.Option("--out", "-o", metavar="DIR", callback=writable_folder, help="Write the export's files here."),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:

@@ -23,7 +23,7 @@ from foreload.cli.inputs import (
     what_if,
     with_pinned,
 )
-from foreload.cli.output import JsonFlag, Output
+from foreload.cli.output import JsonFlag, Output, writable, writable_folder
 from foreload.cli.presets import PresetFlag
 from foreload.cli.tune_show import show_forecast, show_result
 from foreload.errors import FileError, MismatchError, UsageError
@@ -45,7 +45,8 @@ def tune(
         list[Path], typer.Option("--trace", metavar="FILE", help="Recording (foreload record); may be repeated.")
     ],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Settings file to write, .json or .toml.")
+        Path | None,
+        typer.Option("--out", "-o", metavar="FILE", callback=writable, help="Settings file to write, .json or .toml."),
     ] = None,
     vram: VramIn = None,
     slots: Annotated[
@@ -99,14 +100,20 @@ def tune(
         str | None, typer.Option("--address", metavar="URL", help="With --backend dask: tcp://HOST:PORT.")
     ] = None,
     resume: Annotated[
-        Path | None, typer.Option("--resume", metavar="FILE", help="Keep what is finished here, and go on from it.")
+        Path | None,
+        typer.Option(
+            "--resume", metavar="FILE", callback=writable, help="Keep what is finished here, and go on from it."
+        ),
     ] = None,
     study: Annotated[
         bool, typer.Option("--study/--no-study", help="Also: single changes, more memory, a faster link or CPU.")
     ] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be simulated and how long.")] = False,
     run: Annotated[
-        Path | None, typer.Option("--run", metavar="DIR", help="Also write a run folder for `foreload report`.")
+        Path | None,
+        typer.Option(
+            "--run", metavar="DIR", callback=writable_folder, help="Also write a run folder for `foreload report`."
+        ),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:

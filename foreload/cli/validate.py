@@ -16,7 +16,7 @@ from foreload.cli.engine_options import (
     open_engine,
 )
 from foreload.cli.inputs import Inputs, ProfileIn, TraceIn, load_inputs
-from foreload.cli.output import JsonFlag, Output, facts, table
+from foreload.cli.output import JsonFlag, Output, facts, table, writable
 from foreload.cli.simulate import link_text
 from foreload.errors import UsageError
 
@@ -48,9 +48,12 @@ def validate(
     warm: WarmFlag = None,
     vram: VramFlag = None,
     device: DeviceFlag = "auto",
-    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the rows as JSON.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", callback=writable, help="Write the rows as JSON.")
+    ] = None,
     page: Annotated[
-        Path | None, typer.Option("--page", metavar="FILE", help="Write a page: predicted against measured.")
+        Path | None,
+        typer.Option("--page", metavar="FILE", callback=writable, help="Write a page: predicted against measured."),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
