@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from foreload.cli.inputs import check_recorded
 from foreload.cli.output import JsonFlag, Output, facts, table, writable_folder
 from foreload.errors import UsageError
 from foreload.units import format_bytes, parse_bytes
@@ -105,7 +106,6 @@ def export(
 def _model(model: str | None, trace: Path | None, settings: Path | None) -> tuple[ModelShape, str, Histogram | None]:
     """The shape, the model's name, and how often its experts are used; MismatchError if a recording is of another."""
     from foreload.backend.models.checkpoint import Checkpoint
-    from foreload.errors import MismatchError
     from foreload.traces.histogram import read_histogram
 
     beside = None if settings is None or trace is not None else settings.parent / "trace.parquet"
@@ -120,10 +120,7 @@ def _model(model: str | None, trace: Path | None, settings: Path | None) -> tupl
     if trace is None:
         return checkpoint.shape, checkpoint.name, None
     histogram = read_histogram(trace)
-    if histogram.meta.shape_hash != checkpoint.shape.hash:
-        raise MismatchError(
-            f"{trace}: recorded from model shape {histogram.meta.shape_hash}, {model} is {checkpoint.shape.hash}"
-        )
+    check_recorded(trace, histogram.meta.model_shape(), checkpoint.shape, f"model {model!r}")
     return checkpoint.shape, checkpoint.name, histogram
 
 

@@ -19,6 +19,7 @@ from foreload.cli.inputs import (
     ProfileIn,
     VramIn,
     WarmIn,
+    check_recorded,
     load_inputs,
     what_if,
     with_pinned,
@@ -26,7 +27,7 @@ from foreload.cli.inputs import (
 from foreload.cli.output import JsonFlag, Output, writable, writable_folder
 from foreload.cli.presets import PresetFlag
 from foreload.cli.tune_show import show_forecast, show_result
-from foreload.errors import FileError, MismatchError, UsageError
+from foreload.errors import FileError, UsageError
 from foreload.machine import machine_name
 from foreload.quality import QualityReport
 from foreload.units import parse_bytes
@@ -187,11 +188,7 @@ def _more_traces(inputs: Inputs, paths: Sequence[Path]) -> list[Trace]:
 
     found = [read_trace(path) for path in paths]
     for path, trace in zip(paths, found, strict=True):
-        if trace.meta.shape_hash != inputs.shape.hash:
-            raise MismatchError(
-                f"{path}: recorded from model shape {trace.meta.shape_hash}, the first recording is of "
-                f"{inputs.shape.hash}"
-            )
+        check_recorded(path, trace.meta.model_shape(), inputs.shape, "the first recording's")
     return found
 
 

@@ -62,7 +62,7 @@ def validate(
     Everything is simulated from the profile alone before anything is measured.
     """
     output = Output(as_json)
-    inputs = load_inputs(profile, trace, output)
+    inputs = load_inputs(profile, trace, output, model)
     if (inputs.trace.token_id < 0).any():
         raise UsageError(f"{trace}: its token ids are not recorded, and validate runs them: record it with foreload")
     with _open(model, inputs, profile, device, vram, output, warm) as engine:

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from foreload.assets import ASSETS
+from foreload.backend.models.checkpoint import Checkpoint
 from foreload.cli import main
 from foreload.errors import FileError
 from foreload.shape import ModelShape
@@ -136,15 +138,19 @@ def test_thousand_experts(tmp_path: Path) -> None:
     assert main(["trace", "import", str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "p.parquet"), *sizes]) == 2
 
 
-def test_validate_needs_token_ids(
-    make_profile: Any, make_trace: Any, write_trace: Any, tmp_path: Path, capsys: Any
-) -> None:
-    make_profile().save(tmp_path / "p.json")
-    trace = make_trace()
+def test_validate_needs_token_ids(make_trace: Any, write_trace: Any, tmp_path: Path, capsys: Any) -> None:
+    trace = make_trace(model_shape=Checkpoint.open("mini").shape)
     trace.token_id[:] = -1
     write_trace(tmp_path / "t.parquet", trace)
     assert (read_trace(tmp_path / "t.parquet").token_id == -1).all()
-    args = ["validate", "mini", "--profile", str(tmp_path / "p.json"), "--trace", str(tmp_path / "t.parquet")]
+    args = [
+        "validate",
+        "mini",
+        "--profile",
+        str(ASSETS / "dashboard" / "profile-cpu.json"),
+        "--trace",
+        str(tmp_path / "t.parquet"),
+    ]
     assert main(args) == 2
     assert "its token ids are not recorded, and validate runs them" in capsys.readouterr().err
     trace.token_id[3] = -2
