@@ -100,6 +100,8 @@ def test_wrong_use(args: list[str], expected: str, files: list[str], tmp_path: P
         ("in.jsonl", '{"meta_info": 0, "prompt_routed_experts": 0}', "in.jsonl: could be vllm or sglang"),
         ("in.csv", "a,b\n", "in.csv: is of no format that can be told"),
         ("in.parquet", "a", "in.parquet: not Parquet, or truncated"),
+        ("none", None, "none: cannot be read: No such file or directory"),
+        ("none.pt", None, "none.pt: cannot be read: No such file or directory"),
         ("none.csv", None, "none.csv: cannot be read: No such file or directory"),
         ("none.json", None, "none.json: cannot be read: No such file or directory"),
     ],
