@@ -165,6 +165,7 @@ def explained(found: Explanation, target: Target) -> dict[str, Any]:
         "engine": found.engine,
         "source": f"assumed: {target.bits:g} bits per weight, by the model's shape",
         "warnings": list(found.warnings),
+        "not_read": list(found.not_read),
         "bytes": found.bytes_by_device(),
         "caches_and_buffers": dict(found.extra),
         "tensors": [
@@ -197,6 +198,9 @@ def _show_explained(console: Console, found: Explanation, target: Target) -> Non
     columns = ("tensors", "device", "because of", "layers", "number", "bytes")
     console.print(table(f"What this {found.engine} command does", columns, rows, note))
     console.print(facts("Per device", {name: format_bytes(size) for name, size in found.bytes_by_device().items()}))
+    if found.not_read:
+        flags = ", ".join(found.not_read)
+        console.print(f"not understood, and taken as if not there: {flags}", markup=False)
     for warning in found.warnings:
         console.print(f"warning: {warning}", markup=False)
 
