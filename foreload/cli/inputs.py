@@ -125,7 +125,7 @@ def what_if(inputs: Inputs, link: str | None, cpu_scale: float | None, machine: 
     from foreload.simulator.machines import assume
 
     assumed = assume(inputs.profile, None if link is None else parse_rate(link, "--link"), cpu_scale, machine)
-    vram = None if assumed.vram_bytes is None else str(assumed.vram_bytes)
+    vram = None if assumed.vram_bytes is None else f"{assumed.vram_bytes}B"
     return replace(inputs, profile=assumed.profile, vram=vram, assumed=True)
 
 

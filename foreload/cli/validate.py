@@ -89,7 +89,7 @@ def _open(
     meta = inputs.profile.meta
     inputs.profile.check_here()
     longest = int(inputs.trace.position.max(initial=0)) + 2
-    link = None if meta.emulated_link_bytes_per_s is None else str(meta.emulated_link_bytes_per_s)
+    link = None if meta.emulated_link_bytes_per_s is None else f"{meta.emulated_link_bytes_per_s}B/s"
     options = engine_options(device, meta.dtype, vram, link, longest, eager=meta.path == "eager")  # as it was profiled
     return open_engine(model, options, Settings(cache_ratio=0.0), profile, output, warm)
 
