@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -34,6 +35,23 @@ def atomic_path(path: Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):
             partial.unlink()
+
+
+def check_writable(path: Path, folder: bool = False) -> None:
+    """FileError naming `path` if it could not be written now; nothing is left behind. `folder`: files go into it.
+
+    Folders that are missing are no fault: `atomic_path` makes them.
+    """
+    if not folder and path.is_dir():
+        raise FileError(f"{path}: cannot be written: it is a folder, and a file's name is needed")
+    within = path if folder else path.parent
+    try:
+        while not within.exists():
+            within = within.parent
+        with tempfile.TemporaryFile(dir=within):
+            pass
+    except OSError as error:
+        raise FileError(f"{path}: cannot be written: {within} takes no files: {error.strerror or error}") from error
 
 
 def write_text(path: Path, text: str) -> None:

@@ -231,6 +231,12 @@ class ModelShape:
         positions = sum(self.kv_positions(layer, context_tokens) for layer in range(self.layers))
         return positions * self.kv_row * BYTES_PER_WEIGHT[dtype]
 
+    @property
+    def named(self) -> str:
+        """How errors name it: the hash, and what tells models apart at a glance."""
+        layers = f"{self.n_moe_layers} MoE layer{'s' if self.n_moe_layers != 1 else ''}"
+        return f"{self.hash} ({layers} of {self.experts} experts, top-{self.top_k})"
+
     @cached_property
     def hash(self) -> str:
         """Twelve hex digits that change with any field; a field at its default adds nothing."""

@@ -24,23 +24,27 @@ _SCALE = {
 _QUANTITY = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*$")
 
 
-def _quantity(text: str, what: str, example: str) -> int:
-    match = _QUANTITY.match(text)
+def _quantity(text: str, what: str, example: str, per: str, least_bare: int) -> int:
+    """`text` in bytes, with or without `per` at its end; without a unit only from `least_bare` on, or 0."""
+    match = _QUANTITY.match(text.strip().removesuffix(per))
     if match is None or match.group(2).lower() not in _SCALE:
         raise UsageError(
             f"{what} {text!r} is not understood: write a number with B, kB, MB, GB, KiB, MiB or GiB, like {example}"
         )
-    return int(float(match.group(1)) * _SCALE[match.group(2).lower()])
+    number, unit = match.groups()
+    if not unit and 0 < float(number) < least_bare:
+        raise UsageError(f"{what} {text!r} lacks a unit: write {number}GB{per}, or {number}B{per} for bytes")
+    return int(float(number) * _SCALE[unit.lower()])
 
 
 def parse_bytes(text: str, what: str = "size") -> int:
-    """Bytes in `text` such as `8GiB` or `1500000`; UsageError otherwise."""
-    return _quantity(text, what, "8GiB")
+    """Bytes in `text` such as `8GiB` or `1500000`; UsageError otherwise, and for less than 1 MiB without a unit."""
+    return _quantity(text, what, "8GiB", "", 2**20)
 
 
 def parse_rate(text: str, what: str = "rate") -> int:
-    """Bytes per second in `text` such as `25GB/s`; UsageError if it is no positive rate."""
-    rate = _quantity(re.sub(r"/s$", "", text.strip()), what, "25GB/s")
+    """Bytes per second in `text` such as `25GB/s`; UsageError if it is not positive, or below 1 MB/s without a unit."""
+    rate = _quantity(text, what, "25GB/s", "/s", 10**6)
     if rate <= 0:
         raise UsageError(f"{what} {text!r} must be above 0, like 25GB/s")
     return rate

@@ -69,7 +69,7 @@ def warm_counts(path: Path, shape: ModelShape) -> NDArray[np.int64]:
     found = read_histogram(path)
     if found.meta.shape_hash != shape.hash:
         raise MismatchError(
-            f"{path}: recorded from model shape {found.meta.shape_hash}, this model is {shape.hash}: "
+            f"{path}: recorded from model shape {found.meta.model_shape().named}, this model is {shape.named}: "
             "a warm start needs a recording of the same model"
         )
     return found.counts

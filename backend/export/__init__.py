@@ -73,6 +73,8 @@ def explain(command: str | Sequence[str], target: Target, name: str | None = Non
     chosen = engine(name or _engine_of(words))
     if chosen.explain is None:
         raise UsageError(f"{chosen.name} is not started by a command: there is nothing to explain")
+    if words[0].rsplit("/", 1)[-1].startswith("python") and words[1:2] == ["-m"]:
+        words = words[2:]  # that flag is the interpreter's
     return chosen.explain(words, target)
 
 

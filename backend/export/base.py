@@ -76,6 +76,7 @@ class Explanation:
     tensors: tuple[Placed, ...]
     warnings: tuple[str, ...] = ()
     extra: Mapping[str, int] = field(default_factory=dict)  # device -> bytes of caches and buffers
+    not_read: tuple[str, ...] = ()  # flags that are not understood here, as if they were not given
 
     def bytes_by_device(self) -> dict[str, int]:
         """Bytes of weights, caches and buffers per device."""

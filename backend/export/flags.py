@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,12 @@ class Parsed:
 
     given: dict[str, list[list[str]]] = field(default_factory=dict)
     others: list[str] = field(default_factory=list)
+
+    @property
+    def not_read(self) -> tuple[str, ...]:
+        """The flags among the words that are not known, once each and without values."""
+        flags = (word.partition("=")[0] for word in self.others if re.match(r"--?[A-Za-z]", word))
+        return tuple(dict.fromkeys(flags))
 
     def last(self, name: str) -> str | None:
         """The value of the last occurrence; None if the flag is absent."""

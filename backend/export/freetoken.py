@@ -62,7 +62,7 @@ def explain(words: Sequence[str], target: Target) -> Explanation:
     cache = int(rate * shape.n_moe_layers * shape.experts) * target.size(shape.expert_weights)
     kv = shape.kv_bytes("bfloat16", parsed.count("--kv-reserve-tokens", 0))
     warnings = [] if parsed.has("--moe-cache-rate") else ["--moe-cache-rate is not given: the cache takes what is free"]
-    return Explanation(NAME, tuple(placed), tuple(warnings), {"CUDA0": cache + kv})
+    return Explanation(NAME, tuple(placed), tuple(warnings), {"CUDA0": cache + kv}, parsed.not_read)
 
 
 EXPORTER = Exporter(NAME, CHECKED, EXPRESSES, make, explain)

@@ -162,7 +162,11 @@ def assign(target: Target, parsed: Parsed, found: Sequence[Rule], name: str, war
         because = (rule.because if rule else None) or ("-ngl" if device != "CPU" else "default")
         placed.append(Placed(tensor.name, tensor.layer, tensor.role, device, target.size(tensor.weights), because))
     return Explanation(
-        name, tuple(placed), (*warnings, *spelling_warnings(target.shape, found)), _caches(parsed, target)
+        name,
+        tuple(placed),
+        (*warnings, *spelling_warnings(target.shape, found)),
+        _caches(parsed, target),
+        parsed.not_read,
     )
 
 

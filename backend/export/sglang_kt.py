@@ -126,7 +126,7 @@ def explain(words: Sequence[str], target: Target) -> Explanation:
                 name = f"model.layers.{layer}.mlp.experts ({number} of {shape.experts})"
                 placed.append(Placed(name, layer, "experts", device, number * share, strategy))
     kv = shape.kv_bytes("bfloat16", parsed.count("--context-length", 0))
-    return Explanation(NAME, tuple(placed), tuple(warnings), {"CUDA0": kv})
+    return Explanation(NAME, tuple(placed), tuple(warnings), {"CUDA0": kv}, parsed.not_read)
 
 
 def _on_gpu(parsed: Parsed, target: Target, strategy: str) -> tuple[list[int], list[str]]:

@@ -134,7 +134,7 @@ def explain(words: Sequence[str], target: Target) -> Explanation:
         buffer = max(buffer, sum(p.bytes for p in placed if p.layer == layer and p.device == "CPU")) if off else buffer
     kv = target.shape.kv_bytes("bfloat16", parsed.count("--max-model-len", 0))
     extra = {"CUDA0": kv + (buffer * chosen.step if chosen else 0)}
-    return Explanation(NAME, tuple(placed), tuple(_warnings(parsed, chosen)), extra)
+    return Explanation(NAME, tuple(placed), tuple(_warnings(parsed, chosen)), extra, parsed.not_read)
 
 
 def _read_grouping(parsed: Parsed) -> Grouping:

@@ -45,4 +45,12 @@ def parse(model: type[M], body: bytes, status: int) -> M:
     try:
         return model.model_validate_json(body, strict=True)
     except ValidationError as error:
-        raise Refused(refusal(status, explain(error, model), "invalid_request")) from error
+        raise Refused(refusal(status, _explain(error, model), "invalid_request")) from error
+
+
+def _explain(error: ValidationError, model: type[BaseModel]) -> str:
+    """What is wrong with a body; of one that is no JSON, what the parser says, which ends with line and column."""
+    first = error.errors(include_url=False)[0]
+    if first["type"] != "json_invalid":
+        return explain(error, model)
+    return f"the body is not JSON: {first['ctx']['error']}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foreload.cli.engine_options import DeviceFlag, DtypeFlag, ModelArg, VramFlag, engine_options, open_engine
-from foreload.cli.output import JsonFlag, Output, facts, table
+from foreload.cli.output import JsonFlag, Output, facts, table, writable_folder
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,7 +23,7 @@ def calibrate(
     text: Annotated[
         list[Path], typer.Option("--text", metavar="FILE", help="JSON lines with text, or plain text; repeatable.")
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Folder to write.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", callback=writable_folder, help="Folder to write.")],
     tokens: Annotated[int, typer.Option("--tokens", help="Most tokens to learn from.", min=1)] = 400_000,
     select_tokens: Annotated[
         int, typer.Option("--select-tokens", help="Tokens to choose per layer by.", min=1)

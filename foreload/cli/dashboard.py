@@ -10,6 +10,7 @@ import typer
 
 from foreload.cli.output import JsonFlag, Output
 from foreload.errors import UsageError
+from foreload.files import read_mapping
 
 THEME = {f"theme.{mode}.primaryColor": "#0d9488" for mode in ("light", "dark")}
 
@@ -36,6 +37,10 @@ def dashboard(
         raise UsageError("streamlit and plotly are not installed: pip install 'foreload[dashboard]'")
     if (profile is None) != (trace is None):
         raise UsageError("--profile and --trace belong together: give both, or none for the bundled ones")
+    if validation is not None:
+        if profile is None:
+            raise UsageError("--validation goes with --profile and --trace: give the files that it was made from")
+        read_mapping(validation, "validation")
     from foreload.dashboard.app import data
 
     output = Output(as_json)

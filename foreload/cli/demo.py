@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foreload.cli.engine_options import DeviceFlag, resolve_device
-from foreload.cli.output import JsonFlag, Output, facts, table
+from foreload.cli.output import JsonFlag, Output, facts, table, writable_folder
 from foreload.units import format_bytes, parse_rate
 
 if TYPE_CHECKING:
@@ -34,7 +34,14 @@ SEED = 0
 
 def demo(
     out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="DIR", help="Folder for profile, recording, settings and report.")
+        Path,
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="DIR",
+            callback=writable_folder,
+            help="Folder for profile, recording, settings and report.",
+        ),
     ] = Path("out/demo"),
     link: Annotated[
         str | None, typer.Option("--link", metavar="RATE", help="On cpu: emulated link. Default: 100MB/s.")

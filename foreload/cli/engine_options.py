@@ -34,7 +34,9 @@ LinkFlag = Annotated[
     str | None,
     typer.Option("--link", metavar="RATE", help="Emulate a link of this rate, like 100MB/s, at most the real one's."),
 ]
-ContextFlag = Annotated[int, typer.Option("--context", metavar="TOKENS", help="Longest prompt and answer together.")]
+ContextFlag = Annotated[
+    int, typer.Option("--context", metavar="TOKENS", min=1, help="Longest prompt and answer together.")
+]
 EagerFlag = Annotated[
     bool, typer.Option("--eager", help="On cuda: launch every operator of a decode step, instead of CUDA graphs.")
 ]

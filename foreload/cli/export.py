@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foreload.cli.output import JsonFlag, Output, facts, table
+from foreload.cli.inputs import check_recorded
+from foreload.cli.output import JsonFlag, Output, facts, table, writable_folder
 from foreload.errors import UsageError
 from foreload.units import format_bytes, parse_bytes
 
@@ -62,7 +63,8 @@ def export(
         typer.Option("--engine-help", metavar="FILE", help="What the installed engine's --help prints, to check by."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="DIR", help="Write the export's files here.")
+        Path | None,
+        typer.Option("--out", "-o", metavar="DIR", callback=writable_folder, help="Write the export's files here."),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -104,7 +106,6 @@ def export(
 def _model(model: str | None, trace: Path | None, settings: Path | None) -> tuple[ModelShape, str, Histogram | None]:
     """The shape, the model's name, and how often its experts are used; MismatchError if a recording is of another."""
     from foreload.backend.models.checkpoint import Checkpoint
-    from foreload.errors import MismatchError
     from foreload.traces.histogram import read_histogram
 
     beside = None if settings is None or trace is not None else settings.parent / "trace.parquet"
@@ -119,10 +120,7 @@ def _model(model: str | None, trace: Path | None, settings: Path | None) -> tupl
     if trace is None:
         return checkpoint.shape, checkpoint.name, None
     histogram = read_histogram(trace)
-    if histogram.meta.shape_hash != checkpoint.shape.hash:
-        raise MismatchError(
-            f"{trace}: recorded from model shape {histogram.meta.shape_hash}, {model} is {checkpoint.shape.hash}"
-        )
+    check_recorded(trace, histogram.meta.model_shape(), checkpoint.shape, f"model {model!r}")
     return checkpoint.shape, checkpoint.name, histogram
 
 
@@ -167,6 +165,7 @@ def explained(found: Explanation, target: Target) -> dict[str, Any]:
         "engine": found.engine,
         "source": f"assumed: {target.bits:g} bits per weight, by the model's shape",
         "warnings": list(found.warnings),
+        "not_read": list(found.not_read),
         "bytes": found.bytes_by_device(),
         "caches_and_buffers": dict(found.extra),
         "tensors": [
@@ -199,6 +198,9 @@ def _show_explained(console: Console, found: Explanation, target: Target) -> Non
     columns = ("tensors", "device", "because of", "layers", "number", "bytes")
     console.print(table(f"What this {found.engine} command does", columns, rows, note))
     console.print(facts("Per device", {name: format_bytes(size) for name, size in found.bytes_by_device().items()}))
+    if found.not_read:
+        flags = ", ".join(found.not_read)
+        console.print(f"not understood, and taken as if not there: {flags}", markup=False)
     for warning in found.warnings:
         console.print(f"warning: {warning}", markup=False)
 

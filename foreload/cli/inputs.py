@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foreload.errors import UsageError
+from foreload.errors import MismatchError, UsageError
 from foreload.units import parse_bytes, parse_rate
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def what_if(inputs: Inputs, link: str | None, cpu_scale: float | None, machine: 
     from foreload.simulator.machines import assume
 
     assumed = assume(inputs.profile, None if link is None else parse_rate(link, "--link"), cpu_scale, machine)
-    vram = None if assumed.vram_bytes is None else str(assumed.vram_bytes)
+    vram = None if assumed.vram_bytes is None else f"{assumed.vram_bytes}B"
     return replace(inputs, profile=assumed.profile, vram=vram, assumed=True)
 
 
@@ -139,8 +139,25 @@ def with_pinned(inputs: Inputs, size: str | None) -> Inputs:
     return replace(inputs, profile=inputs.profile.model_copy(update={"meta": meta}), assumed=True)
 
 
-def load_inputs(profile: Path, trace: Path, output: Output) -> Inputs:
-    """Both files, checked against each other; FileError or MismatchError otherwise."""
+def check_recorded(path: Path, recorded: ModelShape, wanted: ModelShape, whose: str) -> None:
+    """MismatchError, naming the recording and both shapes, if `path` is of another model than `whose`."""
+    if recorded.hash != wanted.hash:
+        raise MismatchError(f"{path}: recorded from model shape {recorded.named}, {whose} is {wanted.named}")
+
+
+def _measured(machine: HardwareProfile) -> str:
+    """The shape of a profile as errors name it; its hash alone if the fields are of another version."""
+    from foreload.shape import ModelShape
+
+    try:
+        shape = ModelShape.from_fields(machine.meta.shape)
+    except ValueError:
+        return machine.meta.shape_hash
+    return shape.named if shape.hash == machine.meta.shape_hash else machine.meta.shape_hash
+
+
+def load_inputs(profile: Path, trace: Path, output: Output, model: str | None = None) -> Inputs:
+    """Both files, checked against `model`, if one is given, and each other; FileError or MismatchError otherwise."""
     from foreload.profiler.schema import HardwareProfile
     from foreload.traces.io import read_trace
 
@@ -149,5 +166,12 @@ def load_inputs(profile: Path, trace: Path, output: Output) -> Inputs:
         progress.add_task("reading the recording", total=None)
         recording = read_trace(trace)
     shape = recording.meta.model_shape()
-    machine.check_model(shape, machine.meta.dtype)
+    if model is not None:
+        from foreload.backend.models.checkpoint import Checkpoint
+
+        check_recorded(trace, shape, Checkpoint.open(model).shape, f"model {model!r}")
+    if machine.meta.shape_hash != shape.hash:
+        raise MismatchError(
+            f"{profile}: measured for model shape {_measured(machine)}, but {trace} is recorded from {shape.named}"
+        )
     return Inputs(machine, recording, shape)

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,6 +19,24 @@ if TYPE_CHECKING:
 WIDTH = 100
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+
+
+def writable(path: Path | None) -> Path | None:
+    """Callback of an option that names a file to write: FileError before any work if it cannot be written."""
+    return _checked(path, folder=False)
+
+
+def writable_folder(path: Path | None) -> Path | None:
+    """The same of a folder to write files into."""
+    return _checked(path, folder=True)
+
+
+def _checked(path: Path | None, folder: bool) -> Path | None:
+    from foreload.files import check_writable
+
+    if path is not None:
+        check_writable(path, folder)
+    return path
 
 
 class Output:

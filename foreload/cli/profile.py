@@ -22,7 +22,7 @@ from foreload.cli.engine_options import (
     engine_options,
     open_engine,
 )
-from foreload.cli.output import JsonFlag, Output, table
+from foreload.cli.output import JsonFlag, Output, table, writable
 
 if TYPE_CHECKING:
     from foreload.profiler.fits import Fit
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 def profile(
     model: ModelArg,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="JSON file to write.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", callback=writable, help="JSON file to write.")],
     mode: Annotated[Literal["quick", "full"], typer.Option("--mode", help="full: more points and repeats.")] = "quick",
     device: DeviceFlag = "auto",
     dtype: DtypeFlag = None,

@@ -19,7 +19,7 @@ from foreload.cli.engine_options import (
     load_settings,
     open_engine,
 )
-from foreload.cli.output import JsonFlag, Output, table
+from foreload.cli.output import JsonFlag, Output, table, writable
 from foreload.errors import UsageError
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ def quality(
     greedy_tokens: Annotated[int, typer.Option("--greedy-tokens", help="Of each greedy text; 0: none.", min=0)] = 64,
     greedy_prompts: Annotated[int, typer.Option("--greedy-prompts", help="Greedy texts per subject.", min=1)] = 4,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Also write a report that `tune` reads.")
+        Path | None,
+        typer.Option("--out", "-o", metavar="FILE", callback=writable, help="Also write a report that `tune` reads."),
     ] = None,
     calibration: CalibrationFlag = None,
     device: DeviceFlag = "auto",

@@ -29,7 +29,7 @@ from foreload.cli.engine_options import (
     engine_options,
     open_engine,
 )
-from foreload.cli.output import JsonFlag, Output, facts
+from foreload.cli.output import JsonFlag, Output, facts, writable
 from foreload.cli.run_model import shadow_facts, warm_facts
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 def record(
     model: ModelArg,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Parquet file to write.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", callback=writable, help="Parquet file to write.")],
     prompts: Annotated[
         Path | None, typer.Option("--prompts", help="JSON lines with text and subject, or one prompt a line.")
     ] = None,
@@ -57,7 +57,8 @@ def record(
     top_p: Annotated[float, typer.Option("--top-p", help="Draw from the likeliest tokens of this probability.")] = 1.0,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the draws.")] = 0,
     timings: Annotated[
-        Path | None, typer.Option("--timings", metavar="FILE", help="Also write what ran when, as Parquet.")
+        Path | None,
+        typer.Option("--timings", metavar="FILE", callback=writable, help="Also write what ran when, as Parquet."),
     ] = None,
     settings: SettingsFlag = None,
     warm: WarmFlag = None,

@@ -7,14 +7,16 @@ from typing import Annotated
 
 import typer
 
-from foreload.cli.output import JsonFlag, Output
+from foreload.cli.output import JsonFlag, Output, writable
 
 
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder that `demo` or `tune` has written.")],
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", metavar="FILE", help="Page to write. Default: report.html in the folder."),
+        typer.Option(
+            "--out", "-o", metavar="FILE", callback=writable, help="Page to write. Default: report.html in the folder."
+        ),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:

@@ -29,7 +29,7 @@ from foreload.cli.engine_options import (
     engine_options,
     open_engine,
 )
-from foreload.cli.output import JsonFlag, Output
+from foreload.cli.output import JsonFlag, Output, writable_folder
 from foreload.errors import ForeloadError, UsageError
 from foreload.units import parse_bytes
 
@@ -50,7 +50,10 @@ def serve(
     request_seconds: Annotated[float, typer.Option("--request-seconds", help="From arrival to the end.")] = 600.0,
     drain_seconds: Annotated[float, typer.Option("--drain-seconds", help="For open requests, after SIGTERM.")] = 60.0,
     records: Annotated[
-        Path | None, typer.Option("--records", metavar="FOLDER", help="Where recordings of live traffic may go.")
+        Path | None,
+        typer.Option(
+            "--records", metavar="FOLDER", callback=writable_folder, help="Where recordings of live traffic may go."
+        ),
     ] = None,
     settings: SettingsFlag = None,
     draft: DraftFlag = None,

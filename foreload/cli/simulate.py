@@ -23,7 +23,7 @@ from foreload.cli.inputs import (
     what_if,
     with_pinned,
 )
-from foreload.cli.output import JsonFlag, Output, facts, table
+from foreload.cli.output import JsonFlag, Output, facts, table, writable
 from foreload.cli.presets import PresetFlag
 from foreload.errors import ForeloadError, UsageError
 from foreload.units import format_bytes
@@ -63,7 +63,8 @@ def simulate(
     pinned: PinnedIn = None,
     request: RequestsIn = None,
     timeline: Annotated[
-        Path | None, typer.Option("--timeline", metavar="FILE", help="Write a timeline for ui.perfetto.dev.")
+        Path | None,
+        typer.Option("--timeline", metavar="FILE", callback=writable, help="Write a timeline for ui.perfetto.dev."),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from foreload.cli.output import JsonFlag, Output, facts, table
+from foreload.cli.output import JsonFlag, Output, facts, table, writable
 from foreload.cli.trace_import import import_trace
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def recover(path: TraceFile, as_json: JsonFlag = False) -> None:
 @app.command()
 def export(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="Recording, or timings for the Perfetto form.")],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="File to write.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", callback=writable, help="File to write.")],
     form: Annotated[
         Literal["csv", "perfetto", "sglang-kt"] | None,
         typer.Option(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foreload.cli.output import JsonFlag, Output, facts, table
+from foreload.cli.output import JsonFlag, Output, facts, table, writable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -22,7 +22,8 @@ SOURCE = "source: counted in the recording over decoded tokens, prompts left out
 def analyze(
     path: Annotated[Path, typer.Argument(metavar="TRACE", help="Recording (Parquet), or its .partial folder.")],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Also write one self-contained HTML page.")
+        Path | None,
+        typer.Option("--out", "-o", metavar="FILE", callback=writable, help="Also write one self-contained HTML page."),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:

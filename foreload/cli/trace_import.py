@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foreload.cli.output import JsonFlag, Output, facts
+from foreload.cli.output import JsonFlag, Output, facts, writable
 from foreload.errors import UsageError
 
 if TYPE_CHECKING:
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 def import_trace(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="What the other program wrote.")],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Trace file to write (Parquet).")],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="FILE", callback=writable, help="Trace file to write (Parquet).")
+    ],
     form: Annotated[
         str | None,
         typer.Option(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from foreload.cli.output import JsonFlag, Output, facts
+from foreload.cli.output import JsonFlag, Output, facts, writable
 from foreload.errors import UsageError
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def synthesize(
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Recording to write.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", callback=writable, help="Recording to write.")],
     layers: Annotated[int | None, typer.Option("--layers", min=1, help="MoE layers. Default: 48.")] = None,
     experts: Annotated[int | None, typer.Option("--experts", min=1, help="Experts per layer. Default: 128.")] = None,
     top_k: Annotated[int | None, typer.Option("--top-k", min=1, help="Experts per token. Default: 8.")] = None,

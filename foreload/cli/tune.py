@@ -19,14 +19,15 @@ from foreload.cli.inputs import (
     ProfileIn,
     VramIn,
     WarmIn,
+    check_recorded,
     load_inputs,
     what_if,
     with_pinned,
 )
-from foreload.cli.output import JsonFlag, Output
+from foreload.cli.output import JsonFlag, Output, writable, writable_folder
 from foreload.cli.presets import PresetFlag
 from foreload.cli.tune_show import show_forecast, show_result
-from foreload.errors import FileError, MismatchError, UsageError
+from foreload.errors import FileError, UsageError
 from foreload.machine import machine_name
 from foreload.quality import QualityReport
 from foreload.units import parse_bytes
@@ -45,7 +46,8 @@ def tune(
         list[Path], typer.Option("--trace", metavar="FILE", help="Recording (foreload record); may be repeated.")
     ],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Settings file to write, .json or .toml.")
+        Path | None,
+        typer.Option("--out", "-o", metavar="FILE", callback=writable, help="Settings file to write, .json or .toml."),
     ] = None,
     vram: VramIn = None,
     slots: Annotated[
@@ -99,14 +101,20 @@ def tune(
         str | None, typer.Option("--address", metavar="URL", help="With --backend dask: tcp://HOST:PORT.")
     ] = None,
     resume: Annotated[
-        Path | None, typer.Option("--resume", metavar="FILE", help="Keep what is finished here, and go on from it.")
+        Path | None,
+        typer.Option(
+            "--resume", metavar="FILE", callback=writable, help="Keep what is finished here, and go on from it."
+        ),
     ] = None,
     study: Annotated[
         bool, typer.Option("--study/--no-study", help="Also: single changes, more memory, a faster link or CPU.")
     ] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be simulated and how long.")] = False,
     run: Annotated[
-        Path | None, typer.Option("--run", metavar="DIR", help="Also write a run folder for `foreload report`.")
+        Path | None,
+        typer.Option(
+            "--run", metavar="DIR", callback=writable_folder, help="Also write a run folder for `foreload report`."
+        ),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -180,11 +188,7 @@ def _more_traces(inputs: Inputs, paths: Sequence[Path]) -> list[Trace]:
 
     found = [read_trace(path) for path in paths]
     for path, trace in zip(paths, found, strict=True):
-        if trace.meta.shape_hash != inputs.shape.hash:
-            raise MismatchError(
-                f"{path}: recorded from model shape {trace.meta.shape_hash}, the first recording is of "
-                f"{inputs.shape.hash}"
-            )
+        check_recorded(path, trace.meta.model_shape(), inputs.shape, "the first recording's")
     return found
 
 

@@ -16,7 +16,7 @@ from foreload.cli.engine_options import (
     open_engine,
 )
 from foreload.cli.inputs import Inputs, ProfileIn, TraceIn, load_inputs
-from foreload.cli.output import JsonFlag, Output, facts, table
+from foreload.cli.output import JsonFlag, Output, facts, table, writable
 from foreload.cli.simulate import link_text
 from foreload.errors import UsageError
 
@@ -48,9 +48,12 @@ def validate(
     warm: WarmFlag = None,
     vram: VramFlag = None,
     device: DeviceFlag = "auto",
-    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the rows as JSON.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", callback=writable, help="Write the rows as JSON.")
+    ] = None,
     page: Annotated[
-        Path | None, typer.Option("--page", metavar="FILE", help="Write a page: predicted against measured.")
+        Path | None,
+        typer.Option("--page", metavar="FILE", callback=writable, help="Write a page: predicted against measured."),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -59,7 +62,7 @@ def validate(
     Everything is simulated from the profile alone before anything is measured.
     """
     output = Output(as_json)
-    inputs = load_inputs(profile, trace, output)
+    inputs = load_inputs(profile, trace, output, model)
     if (inputs.trace.token_id < 0).any():
         raise UsageError(f"{trace}: its token ids are not recorded, and validate runs them: record it with foreload")
     with _open(model, inputs, profile, device, vram, output, warm) as engine:
@@ -86,7 +89,7 @@ def _open(
     meta = inputs.profile.meta
     inputs.profile.check_here()
     longest = int(inputs.trace.position.max(initial=0)) + 2
-    link = None if meta.emulated_link_bytes_per_s is None else str(meta.emulated_link_bytes_per_s)
+    link = None if meta.emulated_link_bytes_per_s is None else f"{meta.emulated_link_bytes_per_s}B/s"
     options = engine_options(device, meta.dtype, vram, link, longest, eager=meta.path == "eager")  # as it was profiled
     return open_engine(model, options, Settings(cache_ratio=0.0), profile, output, warm)
 
@@ -180,7 +183,7 @@ def report(comparisons: list[Comparison], inputs: Inputs, repeats: int, one_poin
 def _show(console: Console, values: dict[str, Any]) -> None:
     rows = [
         (
-            row["settings"],
+            str(number),
             row["regime"],
             f"{row['predicted_tpot_ms']:.3f}",
             f"{row['measured_tpot_ms']:.3f}",
@@ -189,19 +192,35 @@ def _show(console: Console, values: dict[str, Any]) -> None:
             f"{row['predicted_hit_rate'] + row['predicted_late_rate']:.1%}",
             f"{row['measured_hit_rate'] + row['measured_late_rate']:.1%}",
         )
-        for row in values["rows"]
+        for number, row in enumerate(values["rows"], 1)
     ]
     machine = values["machine"] + link_text(values["emulated_link_bytes_per_s"])
-    columns = ("settings", "bound by", "predicted ms", "measured ms", "spread", "error", "hits", "measured")
+    columns = ("", "bound by", "predicted ms", "measured ms", "spread", "error", "hits", "measured")
     note = f"predicted: simulated from the profile alone; measured: median of {values['repeats']} turns, on {machine}"
     console.print(table(f"{values['model']}: time per token", columns, rows, note))
-    _show_errors(console, values["summary"])
+    named = {str(number): row["settings"] for number, row in enumerate(values["rows"], 1)}
+    console.print(facts("Settings", named))  # below, as figures leave a column too narrow to wrap between words
+    _show_errors(console, values)
 
 
-def _show_errors(console: Console, summary: dict[str, Any]) -> None:
+def _not_counted(values: dict[str, Any]) -> str:
+    """The settings whose turns spread too far to count, and why they do not."""
+    from foreload.simulator.validation import SPREAD_PCT
+
+    apart, limit = values["summary"]["apart"], f"{SPREAD_PCT:g} %"
+    spread = {row["settings"]: row["measured_spread_pct"] for row in values["rows"]}
+    if apart:
+        named = ", ".join(f"{name} ({spread[name]:.1f} %)" for name in apart)
+        return f"as their own turns spread by more than {limit}: {named}"
+    if min(spread.values()) > SPREAD_PCT:
+        return f"none, though the turns of every setting spread by more than {limit}: figures are that uncertain"
+    return f"none: every setting's own turns spread by at most {limit}"
+
+
+def _show_errors(console: Console, values: dict[str, Any]) -> None:
     from foreload.simulator.validation import METRICS
 
-    rows = []
+    rows, summary = [], values["summary"]
     for metric, parts in summary["errors"].items():
         for regime, figures in parts.items():
             shown = (f"{figures[key]:{form}}" for key, form in _FORMS.items())
@@ -216,7 +235,7 @@ def _show_errors(console: Console, summary: dict[str, Any]) -> None:
         else f"{agreement:.3f} (Kendall, {summary['ranked_pairs']} pairs measured over 2 % apart)",
         "predicted best": summary["pick"],
         "regret": f"{summary['regret_pct']:.1f} % slower than the best, had the prediction chosen",
-        "not counted": ", ".join(summary["apart"]) or "none: every setting's own turns spread by at most 5 %",
+        "not counted": _not_counted(values),
     }
     every = summary["all_settings"]
     if summary["apart"]:

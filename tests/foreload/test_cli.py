@@ -66,6 +66,19 @@ def test_no_argument_shows_help(capsys: Any) -> None:
         (["trace", "export", "x"], "Missing option '--out'"),
         (["trace", "export", "x", "--out", "y", "--format", "xml"], "'xml' is not one of 'csv', 'perfetto'"),
         (["trace", "info", "no.parquet"], "no.parquet: trace cannot be read: No such file or directory"),
+        (
+            ["plan", "mini", "--context", "-5"],
+            "Invalid value for '--context': Input should be greater than or equal to 1",
+        ),
+        (
+            ["run", "mini", "--prompt", "a", "--context", "0"],
+            "Invalid value for '--context': Input should be greater than or equal to 1",
+        ),
+        (["dashboard", "--validation", "no.json"], "--validation goes with --profile and --trace"),
+        (
+            ["dashboard", "--profile", "p", "--trace", "t", "--validation", "no.json"],
+            "no.json: validation cannot be read: No such file or directory",
+        ),
         (["report", "no-run"], "no-run: no run here: result.json is missing"),
     ],
 )

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from foreload.assets import ASSETS
+from foreload.backend.models.checkpoint import Checkpoint
 from foreload.cli import main
 from foreload.machine import machine_name, software
 from foreload.profiler.schema import HardwareProfile
@@ -44,26 +45,32 @@ def test_another_shape(files: Callable[..., list[str]], shape: ModelShape, capsy
     other = replace(shape, experts=16)
     flags = files(shape_hash=other.hash)
     text = refused(capsys, "simulate", *flags, "--cache-ratio", "0.5")
-    assert f"measured for model shape {other.hash}, this model is {shape.hash}" in text
+    assert f"profile.json: measured for model shape {other.hash}, but " in text
+    assert f"trace.parquet is recorded from {shape.named}" in text
 
 
-def test_another_machine(files: Callable[..., list[str]], capsys: Any) -> None:
-    text = refused(capsys, "validate", "mini", *files(machine="a 486"))
+def bundled(folder: Path, **meta: Any) -> list[str]:
+    """Flags of the bundled recording of mini and its profile, as if it were of this machine; `meta`: but for this."""
+    profile = HardwareProfile.load(ASSETS / "dashboard" / "profile-cpu.json")
+    changed = profile.meta.model_copy(update={"machine": machine_name(), "software": software(), **meta})
+    profile.model_copy(update={"meta": changed}).save(folder / "p.json")
+    return ["--profile", str(folder / "p.json"), "--trace", str(ASSETS / "dashboard" / "trace.parquet")]
+
+
+def test_another_machine(tmp_path: Path, capsys: Any) -> None:
+    text = refused(capsys, "validate", "mini", *bundled(tmp_path, machine="a 486"))
     assert f"measured on 'a 486', this machine is {machine_name()!r}" in text
 
 
-def test_another_version(files: Callable[..., list[str]], capsys: Any) -> None:
+def test_another_version(tmp_path: Path, capsys: Any) -> None:
     version = software()["foreload"]
-    text = refused(capsys, "validate", "mini", *files(software={"foreload": "0.0.9"}))
+    text = refused(capsys, "validate", "mini", *bundled(tmp_path, software={"foreload": "0.0.9"}))
     assert f"measured by Foreload 0.0.9, this is {version}" in text
 
 
 @pytest.mark.parametrize("command", [("run", "mini", "--prompt", "x", "--tokens", "2"), ("serve", "mini")])
 def test_what_another_machine_measured_decides_nothing(tmp_path: Path, command: tuple[str, ...], capsys: Any) -> None:
-    bundled = HardwareProfile.load(ASSETS / "dashboard" / "profile-cpu.json")
-    meta = bundled.meta.model_copy(update={"machine": "a 486"})
-    bundled.model_copy(update={"meta": meta}).save(tmp_path / "p.json")
-    flags = [*command, "--profile", str(tmp_path / "p.json"), "--device", "cpu"]
+    flags = [*command, *bundled(tmp_path, machine="a 486")[:2], "--device", "cpu"]
     text = refused(capsys, *flags)
     assert f"measured on 'a 486', this machine is {machine_name()!r} (--assume-profile" in text
     if command[0] == "run":
@@ -85,11 +92,16 @@ def test_tuning_for_another_machine(files: Callable[..., list[str]], tmp_path: P
     assert main(["tune", *old, *flags, "--assume-profile", "--dry-run"]) == 0
 
 
-def test_the_recording_of_another_model(files: Callable[..., list[str]], capsys: Any) -> None:
-    """The profile goes with the recording; the model that is opened is another."""
-    text = refused(capsys, "validate", "mini", *files())
-    assert "measured for model shape" in text
-    assert ", this model is " in text
+@pytest.mark.parametrize("profile_of", ["recording", "model"])
+def test_the_recording_of_another_model(
+    profile_of: str, files: Callable[..., list[str]], shape: ModelShape, capsys: Any
+) -> None:
+    """Whatever the profile is of, the recording is named."""
+    mini = Checkpoint.open("mini").shape
+    flags = files(**({"shape_hash": mini.hash} if profile_of == "model" else {}))
+    text = refused(capsys, "validate", "mini", *flags)
+    assert f"trace.parquet: recorded from model shape {shape.named}, model 'mini' is {mini.named}" in text
+    assert mini.named == f"{mini.hash} (8 MoE layers of 32 experts, top-4)"
 
 
 @pytest.mark.parametrize(("value", "shown"), [("NaN", "nan"), ("-3.0", "-3.0"), ("Infinity", "inf")])

@@ -77,6 +77,21 @@ def test_explaining_a_command(capsys: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    "command", ["llama-server -m x", "python3 -m sglang.launch_server --kt-weight-path x", "vllm serve x", "ft serve"]
+)
+def test_flags_that_are_not_understood_are_named(command: str, capsys: Any) -> None:
+    command += " --frob --port=8000 --seed -1 --frob"
+    found = run(capsys, "--check", command, "--model", "mini")
+    assert [flag for flag in found["not_read"] if flag != "--kt-weight-path"] == [
+        "--frob",
+        "--port",
+        "--seed",
+    ]
+    assert main(["export", "--check", command, "--model", "mini"]) == 0
+    assert "--frob, --port, --seed\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("args", "code", "message"),
     [
         ([], 2, "one of them"),

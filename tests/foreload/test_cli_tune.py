@@ -190,7 +190,7 @@ def test_wrong_files(files: list[str], tmp_path: Path, make_profile: Any, capsys
         ("{", "profile.json: profile is not valid JSON"),
         (good.replace('"cores"', '"kernels"'), "profile.json: "),
         (good.replace('"schema_version": 1', '"schema_version": 7'), "schema_version is 7: this Foreload reads 1"),
-        (other.model_dump_json(), "measured for model shape 000000000000, this model is"),
+        (other.model_dump_json(), "profile.json: measured for model shape 000000000000, but "),
     ):
         profile.write_text(content)
         assert main(["simulate", *files, "--cache-ratio", "0.5"]) == 2
@@ -220,7 +220,7 @@ def test_another_model(files: list[str], shape: Any, make_trace: Any, write_trac
     other = replace(shape, hidden=32)
     write_trace(files[3], make_trace(model_shape=other))
     assert main(["simulate", *files, "--cache-ratio", "0.5"]) == 2
-    assert f"this model is {other.hash}" in capsys.readouterr().err
+    assert f"trace.parquet is recorded from {other.named}" in capsys.readouterr().err
 
 
 def test_sources() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,15 @@ pytestmark = pytest.mark.unit
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("8GiB", 8 << 30), ("8 gib", 8 << 30), ("1.5kB", 1500), ("42", 42), ("0", 0), (" 3 MB ", 3 * 10**6)],
+    [
+        ("8GiB", 8 << 30),
+        ("8 gib", 8 << 30),
+        ("1.5kB", 1500),
+        ("42B", 42),
+        ("1500000", 1500000),
+        ("0", 0),
+        (" 3 MB ", 3 * 10**6),
+    ],
 )
 def test_bytes(text: str, expected: int) -> None:
     assert parse_bytes(text) == expected
@@ -31,7 +40,27 @@ def test_bytes_refused(text: str) -> None:
     assert str(caught.value).startswith("--vram ")
 
 
+@pytest.mark.parametrize(
+    ("read", "text", "hint"),
+    [
+        (parse_bytes, "16", "16GB, or 16B for bytes"),
+        (parse_bytes, "1048575", "1048575B for bytes"),
+        (parse_rate, "25", "25GB/s, or 25B/s for bytes"),
+        (parse_rate, "999999/s", "999999B/s for bytes"),
+    ],
+)
+def test_a_small_number_lacks_its_unit(read: Callable[[str], int], text: str, hint: str) -> None:
+    with pytest.raises(UsageError, match=f"{text!r} lacks a unit: .*{hint}"):
+        read(text)
+
+
+def test_a_refused_rate_is_quoted_as_it_was_given() -> None:
+    with pytest.raises(UsageError, match="--link '-100MB/s' is not understood"):
+        parse_rate("-100MB/s", "--link")
+
+
 def test_rates() -> None:
+    assert parse_rate("1B/s") == 1
     assert parse_rate("25GB/s") == parse_rate("25GB") == 25 * 10**9
     for text in ("0", "0GB/s"):
         with pytest.raises(UsageError, match="must be above 0"):

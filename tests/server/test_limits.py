@@ -47,8 +47,19 @@ def alive(running: Running) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "status", "expected"),
     [
-        ("/v1/completions", b"{", 400, "Invalid JSON"),
-        ("/v1/completions", b'{"model": "mini", "prompt": "\xff"}', 400, "Invalid JSON"),
+        ("/v1/completions", b"{", 400, "the body is not JSON: EOF while parsing an object at line 1 column 1"),
+        (
+            "/v1/completions",
+            b'{"model": "mini"\n "prompt"}',
+            400,
+            "the body is not JSON: expected `,` or `}` at line 2",
+        ),
+        (
+            "/v1/completions",
+            b'{"model": "mini", "prompt": "\xff"}',
+            400,
+            "the body is not JSON: invalid unicode code point at line 1",
+        ),
         ("/v1/completions", b"[" * 100_000, 400, "recursion limit exceeded"),
         ("/v1/completions", b"9" * 100_000, 400, "number out of range"),
         ("/v1/completions", b"", 400, "EOF while parsing"),

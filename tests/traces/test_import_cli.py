@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from foreload.assets import ASSETS
+from foreload.backend.models.checkpoint import Checkpoint
 from foreload.cli import main
 from foreload.errors import FileError
 from foreload.shape import ModelShape
@@ -98,6 +100,8 @@ def test_wrong_use(args: list[str], expected: str, files: list[str], tmp_path: P
         ("in.jsonl", '{"meta_info": 0, "prompt_routed_experts": 0}', "in.jsonl: could be vllm or sglang"),
         ("in.csv", "a,b\n", "in.csv: is of no format that can be told"),
         ("in.parquet", "a", "in.parquet: not Parquet, or truncated"),
+        ("none", None, "none: cannot be read: No such file or directory"),
+        ("none.pt", None, "none.pt: cannot be read: No such file or directory"),
         ("none.csv", None, "none.csv: cannot be read: No such file or directory"),
         ("none.json", None, "none.json: cannot be read: No such file or directory"),
     ],
@@ -136,15 +140,19 @@ def test_thousand_experts(tmp_path: Path) -> None:
     assert main(["trace", "import", str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "p.parquet"), *sizes]) == 2
 
 
-def test_validate_needs_token_ids(
-    make_profile: Any, make_trace: Any, write_trace: Any, tmp_path: Path, capsys: Any
-) -> None:
-    make_profile().save(tmp_path / "p.json")
-    trace = make_trace()
+def test_validate_needs_token_ids(make_trace: Any, write_trace: Any, tmp_path: Path, capsys: Any) -> None:
+    trace = make_trace(model_shape=Checkpoint.open("mini").shape)
     trace.token_id[:] = -1
     write_trace(tmp_path / "t.parquet", trace)
     assert (read_trace(tmp_path / "t.parquet").token_id == -1).all()
-    args = ["validate", "mini", "--profile", str(tmp_path / "p.json"), "--trace", str(tmp_path / "t.parquet")]
+    args = [
+        "validate",
+        "mini",
+        "--profile",
+        str(ASSETS / "dashboard" / "profile-cpu.json"),
+        "--trace",
+        str(tmp_path / "t.parquet"),
+    ]
     assert main(args) == 2
     assert "its token ids are not recorded, and validate runs them" in capsys.readouterr().err
     trace.token_id[3] = -2

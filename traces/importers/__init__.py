@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from foreload.errors import UsageError
+from foreload.errors import FileError, UsageError
 from foreload.shape import ModelShape
 from foreload.traces.importers.base import Importer, Source
 from foreload.traces.importers.imatrix import imatrix
@@ -119,6 +119,8 @@ def import_file(
 
     UsageError for an unknown format; FileError for a file or row that is wrong, with its place.
     """
+    if path.is_dir() or not path.exists():
+        raise FileError(f"{path}: cannot be read: {'Is a directory' if path.is_dir() else 'No such file or directory'}")
     chosen = guess(path) if form is None else form
     if chosen not in FORMATS:
         raise UsageError(f"format {chosen!r} is not known: known are {known_formats()}")
