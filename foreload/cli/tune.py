@@ -157,6 +157,8 @@ def tune(
     result = _tune(inputs, traces, asked, study, output)
     result.best.settings.save(out)
     inputs.say_cut(result.best.settings, output)
+    if vram is not None:
+        output.note(f"{vram} holds {longest} positions beside these slots: run with --context {longest}, or tune with yours")
     if run is not None:
         write_run(run, result, inputs, profile, trace[0])
     values = {"file": str(out), **_provenance(inputs), **result.as_dict()}
