@@ -158,7 +158,8 @@ def tune(
     result.best.settings.save(out)
     inputs.say_cut(result.best.settings, output)
     if vram is not None:
-        output.note(f"{vram} holds {longest} positions beside these slots: run with --context {longest}, or tune with yours")
+        fits = f"{vram} holds {longest} positions beside these slots"
+        output.note(f"{fits}: run with --context {longest}, or tune with yours")
     if run is not None:
         write_run(run, result, inputs, profile, trace[0])
     values = {"file": str(out), **_provenance(inputs), **result.as_dict()}
