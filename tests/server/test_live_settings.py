@@ -28,7 +28,7 @@ INVALID: list[tuple[Any, str]] = [
     ({"miss_action": "split"}, "miss_action 'split' needs measured costs"),
     ({"cache_ratio": 0.5, "slots_per_layer": [1] * 8}, "exclude each other"),
     ([], "Input should be an object"),
-    (b"{", "Invalid JSON"),
+    (b"{", "the body is not JSON"),
     (b'{"cache_ratio": NaN}', "field"),
 ]
 

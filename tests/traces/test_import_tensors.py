@@ -243,5 +243,6 @@ def test_bad_logits(imported: Import, tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"no such thing")
         with pytest.raises(FileError, match=r"in\..*: not a "):
             imported("hf-logits", name=name)
+    (tmp_path / "in.bin").write_bytes(b"no such thing")
     with pytest.raises(FileError, match=r"suffix '.bin': .pt, .npz, .safetensors are known"):
         imported("hf-logits", name="in.bin")
