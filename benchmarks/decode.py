@@ -8,8 +8,8 @@
 Sections: everything resident; no cache; caches of some sizes beside llama.cpp's placement; long contexts, on demand
 beside executed predictions; drafts forced on. Routing is replayed from --trace, or made with published statistics
 (`trace synthesize --preset qwen3`) in the model's shape; verify windows and executed predictions are made of it. Of a
-recording that holds verify windows, drafts alone are measured: those windows, shorter ones made with its acceptance,
-and its text without drafts. Writes DIR/decode.json (every repeat, rates, machine) after every round, and DIR/decode.md.
+recording that holds verify windows, drafts alone are measured: those windows, shorter ones cut from them, and its
+text without drafts. Writes DIR/decode.json (every repeat, rates, machine) after every round, and DIR/decode.md.
 A cell is not begun that would not end before the minutes are over: the result names it.
 """
 

@@ -20,7 +20,8 @@ from foreload.backend.policy.state import DECODE as DECODING
 from foreload.backend.replay import Replay
 from foreload.errors import UsageError
 from foreload.settings import Settings
-from foreload.traces.remodel import acceptance, executing, with_windows, without_windows
+from foreload.simulator.workload import recorded_draft
+from foreload.traces.remodel import cut_windows, executing, with_windows, without_windows
 from foreload.traces.schema import Trace
 
 Kind = Literal["resident", "fetch", "cpu", "split", "cached", "placed", "drafted"]
@@ -87,7 +88,8 @@ class Cell:
 
 def recorded_gamma(trace: Trace) -> int:
     """Drafts of each verify window that it holds; 0 for a recording of plain decode."""
-    return int(trace.meta.sampling.get("gamma", 0))
+    recorded = recorded_draft(trace)
+    return 0 if recorded is None else recorded[1]
 
 
 class Routings:
@@ -104,14 +106,12 @@ class Routings:
         key = (cell.routing, cell.gamma, settings.predictor if layers else "")
         if key not in self._made:
             trace = self._traces[cell.routing]
-            recorded = recorded_gamma(trace)
-            if cell.gamma != recorded:
-                kept = acceptance(trace) if recorded else (ACCEPTED,)
+            if not cell.gamma:
                 trace = without_windows(trace)
-                if cell.gamma:
-                    trace = with_windows(trace, settings.draft.kind, cell.gamma, kept)
-            if cell.gamma:
-                trace = drafted_by(trace, settings.draft)
+            elif recorded_gamma(trace):
+                trace = drafted_by(cut_windows(trace, cell.gamma), settings.draft)
+            else:
+                trace = with_windows(trace, settings.draft.kind, cell.gamma, (ACCEPTED,))
             if layers:
                 trace = executing(trace, settings.predictor, layers)
             self._made[key] = Replay(trace, shape, self._engine.device)

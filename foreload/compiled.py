@@ -88,9 +88,8 @@ def folder_of(package: str) -> Path:
     `NUMBA_CACHE_DIR` says. Beside it, what was kept of other sources is deleted.
     """
     state = hashlib.sha256(Path(__file__).read_bytes())
-    for place in (_sources(package), *(_sources(called) for called in CALLED[package])):
-        for source in sorted(place.glob("*.py")):
-            state.update(source.name.encode() + b"\0" + source.read_bytes())
+    for one in (package, *CALLED[package]):
+        state.update(_state_of(one))
     name, beside = f"compiled-{state.hexdigest()[:16]}", _sources(package) / "__pycache__"
     if numba.config.CACHE_DIR:
         return Path(numba.config.CACHE_DIR) / name
@@ -100,6 +99,15 @@ def folder_of(package: str) -> Path:
         for old in beside.glob("compiled-*"):
             shutil.rmtree(old, ignore_errors=True)  # another process may be at it
     return beside / name
+
+
+@cache
+def _state_of(package: str) -> bytes:
+    """A digest of a package's sources."""
+    state = hashlib.sha256()
+    for source in sorted(_sources(package).glob("*.py")):
+        state.update(source.name.encode() + b"\0" + source.read_bytes())
+    return state.digest()
 
 
 def _sources(package: str) -> Path:

@@ -9,6 +9,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 import psutil
@@ -85,7 +86,7 @@ def storage(path: Path | None, sizes: Sequence[int], seconds: float) -> Iterator
 def _reads(descriptor: int, length: int, size: int, seconds: float) -> list[float]:
     """Microseconds of reads of `size` bytes that were not in memory."""
     samples, until, buffer = list[float](), time.monotonic() + seconds, bytearray(size)
-    for at in places(length, size)[:200]:
+    for at in islice(places(length, size), 200):
         if samples and time.monotonic() > until:
             break
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -97,14 +98,14 @@ def _reads(descriptor: int, length: int, size: int, seconds: float) -> list[floa
     return samples
 
 
-def places(length: int, size: int) -> list[int]:
+def places(length: int, size: int) -> Iterator[int]:
     """Every place for a read of `size` bytes in whole pages, none twice, neighbours in time far apart in the file."""
     step = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     count = (length - size) // step + 1 if length >= size else 0
     stride = max(1, round(count * 0.618))
     while math.gcd(stride, count) > 1:
         stride += 1
-    return [turn * stride % count * step for turn in range(count)]
+    return (turn * stride % count * step for turn in range(count))
 
 
 def in_memory(descriptor: int, at: int, size: int) -> bool:

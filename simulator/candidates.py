@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from foreload.budget import predictor_bytes
@@ -289,7 +290,7 @@ class Space:
             if settings is not None:
                 yield Candidate(name, family(settings), settings)
 
-    @property
+    @cached_property
     def drafts(self) -> tuple[Draft, ...]:
         """The recorded draft, and the same with half as many tokens, a quarter, and so on."""
         if self.draft is None:

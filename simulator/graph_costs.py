@@ -107,9 +107,9 @@ class DeviceTimes:
         if not costs.graphs:
             return cls(host_wake_ns=costs.cost("wait").host_ns)
         on_cpu, threads = settings.miss_action != "fetch", settings.cpu_threads
-        alone, beside = (costs.cost("gpu_beside_copy", copies=n).gpu_ns for n in (0, 1))
-        if on_cpu and costs.measured("gpu_behind_cpu"):
-            alone, beside = (costs.cost("gpu_behind_cpu", 0, threads, copies=n).gpu_ns for n in (0, 1))
+        behind = on_cpu and costs.measured("gpu_behind_cpu")
+        probe, by = ("gpu_behind_cpu", threads) if behind else ("gpu_beside_copy", 0)
+        alone, beside = (costs.cost(probe, 0, by, copies=n).gpu_ns for n in (0, 1))
         rate = SCALE if beside <= alone else max(1, SCALE * alone // beside)
         asleep, rest = 0, 0
         if on_cpu and costs.measured("cpu_asleep"):

@@ -67,9 +67,11 @@ class Inputs:
 
     def say_cut(self, settings: Settings, output: Output) -> None:
         """Say so where settings draft fewer tokens than the recording's verify windows hold."""
-        drafted, recorded = settings.draft.gamma, self.trace.meta.sampling.get("gamma", 0)
-        if 0 < drafted < recorded:
-            output.note(f"verify windows of {drafted} drafts are cut from the recorded ones of {recorded}")
+        from foreload.simulator.workload import recorded_draft
+
+        drafted, recorded = settings.draft.gamma, recorded_draft(self.trace)
+        if recorded is not None and 0 < drafted < recorded[1]:
+            output.note(f"verify windows of {drafted} drafts are cut from the recorded ones of {recorded[1]}")
 
     def warm_counts(self, path: Path | None) -> NDArray[np.int64] | None:
         """Uses of each expert in the recording a warm start goes by; MismatchError if it is of another model."""

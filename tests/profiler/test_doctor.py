@@ -113,7 +113,7 @@ def test_how_much_can_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("length", "size"), [(1 << 20, 5000), (1 << 20, 1 << 18), (8192, 8192), (8192, 8193)])
 def test_reads_are_far_apart_and_never_twice(length: int, size: int) -> None:
     step = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-    found = transfers.places(length, size)
+    found = list(transfers.places(length, size))
     assert sorted(found) == [step * i for i in range(len(found))]
     assert len(found) == (length - size) // step + 1 if size <= length else not found
     if len(found) > 4:
