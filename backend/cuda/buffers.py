@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from foreload.backend.cuda.kernels.layout import ENTRY
-from foreload.backend.cuda.kernels.ops import AttentionScratch
+from foreload.backend.cuda.kernels.ops import PLANNED, AttentionScratch
 from foreload.shape import ModelShape
 
 GIVEN = 3
@@ -28,13 +28,11 @@ class HostMemory:
     words: Tensor  # int32 [layers, items], what layers tell: ids
     guesses: Tensor  # int32 [layers, words of predictions]
     rows: Tensor  # [rows, hidden], the experts' input for the CPU
-    out: Tensor  # float32 [items, hidden], what the CPU computed
-    on_host: Tensor  # int64 [items], whether an item's output is in `out`
-    ready: Tensor  # int32 [layers], the number of the step for which a layer's plan is written
-    done: Tensor  # int32 [layers], the number of the step whose outputs of this layer are in `out`
-    plan: Tensor  # int64 [items, ENTRY], the resident experts of a layer-step
-    waves: Tensor  # int64 [items, 1, ENTRY], the late ones, one each
-    listed: Tensor  # int64 [items]
+    weights: Tensor  # float32 [rows, k], and what its outputs are weighted by
+    out: Tensor  # int64 [rows, hidden], sums of what the CPU computed: a turn over the bits of a float32
+    soon: Tensor  # int32 [1], the turn whose sums are there soon
+    plan: Tensor  # int64 [PLANNED * items], the plan of a layer-step as `Ops.take_plan` reads it
+    waves: Tensor  # int64 [items, 1, ENTRY], the late experts, one each
 
     @classmethod
     def make(cls, shape: ModelShape, rows: int, guesses: int, dtype: torch.dtype, device: torch.device) -> HostMemory:
@@ -49,14 +47,18 @@ class HostMemory:
             words=make(torch.int32, shape.n_moe_layers, items),
             guesses=make(torch.int32, shape.n_moe_layers, guesses),
             rows=make(dtype, rows, shape.hidden),
-            out=make(torch.float32, items, shape.hidden),
-            on_host=make(torch.int64, items),
-            ready=make(torch.int32, shape.n_moe_layers),
-            done=make(torch.int32, shape.n_moe_layers),
-            plan=make(torch.int64, items, ENTRY),
+            weights=make(torch.float32, rows, shape.top_k),
+            out=make(torch.int64, rows, shape.hidden),
+            soon=make(torch.int32, 1),
+            plan=make(torch.int64, PLANNED * items),
             waves=make(torch.int64, items, 1, ENTRY),
-            listed=make(torch.int64, items),
         )
+
+    def release(self, turn: int) -> None:
+        """Whatever a device waits for up to a turn is there, and empty."""
+        self.plan.fill_(turn << 32)
+        self.out.fill_(turn << 32)
+        self.soon.fill_(turn)
 
 
 @dataclass

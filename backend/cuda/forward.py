@@ -199,13 +199,14 @@ class FastForward(Forward):
         found: dict[str, list[float]] = {"enter": [], "planned": [], "whole": []}
         planned = self._host.plan.clone()
         self._step.release()
+        empty = self._host.plan.clone()
         for _ in range(repeats):
             for name, graphs in (
                 ("enter", program.enter),
                 ("planned", program.planned[:1]),
                 ("whole", (program.whole,)),
             ):
-                self._host.plan.copy_(planned if name == "planned" else torch.zeros_like(planned))
+                self._host.plan.copy_(planned if name == "planned" else empty)
                 begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 begun.record()
                 for graph in graphs:
@@ -292,12 +293,11 @@ class FastForward(Forward):
 
     def _give(self, token_ids: list[int], position: int) -> None:
         """Number the next step and tell the device what it is about."""
-        self._number = self._number % 0x7FFFFFFF + 1
+        self._number = self._number % (0x7FFFFFFF // self._shape.n_moe_layers - 1) + 1
         row = 0 if self.replay is None else self.replay.row
         self._step.number = self._number
-        if self._number == 1:  # numbers begin anew: no layer's plan is ready for a later step
-            self._host.ready.zero_()
-            self._host.done.zero_()
+        if self._number == 1:  # numbers begin anew: nothing is there for a later step
+            self._host.release(0)
         self._step.given[: GIVEN + len(token_ids)] = [self._number, position, row, *token_ids]
 
     def _whole(self) -> NDArray[np.int32] | None:

@@ -24,7 +24,7 @@ RUNTIME = (
     "cudaGraphInstantiate", "cudaGraphExecDestroy", "cudaGraphLaunch", "cudaGetLastError",
 )  # fmt: skip
 """The runtime's functions that the library calls, in the order of `fc_runtime`."""
-CALLED = ("now", "told", "ready", "serve", "lock", "unlock", "run", "wait_landed", "computed")
+CALLED = ("now", "told", "serve", "lock", "unlock", "run", "wait_landed", "computed")
 """The library's functions that a compiled step calls (`Native`)."""
 
 

@@ -33,6 +33,8 @@ N_TIMES = 14
 
 COMPUTED and ENTERED are 0 where it had none."""
 NO_TICKET = -9
+WORK_EXPERTS, WORK_TAG = 0, 4
+"""Words of `fl_work`."""
 
 DONE, UNTOLD, NO_SLOT, FAILED = 0, 1, 2, 3
 """`Host.outcome`: all layers are done; a layer did not tell in time; the demand found no staging slot; CUDA's error."""
@@ -43,7 +45,6 @@ class Native(NamedTuple):
 
     now: int
     told: int
-    ready: int
     serve: int
     lock: int
     unlock: int
@@ -69,11 +70,8 @@ class Host(NamedTuple):
 
     words: NDArray[np.int32]  # [L, items] ids as the device tells them
     guesses: NDArray[np.int32]  # [L, words]
-    ready: NDArray[np.int32]  # [L]
-    done: NDArray[np.int32]  # [L]
-    plan: NDArray[np.int64]  # [items, ENTRY]
-    listed: NDArray[np.int64]  # [items]
-    on_host: NDArray[np.int64]  # [items]
+    weights: NDArray[np.float32]  # [items] as the device tells them
+    plan: NDArray[np.int64]  # [PLANNED * items]
     targets: NDArray[np.int64]  # [slots] device addresses
     used: NDArray[np.int32]  # [items] slots
     late: NDArray[np.int64]  # [3, items]: keys, firsts, counts
@@ -84,7 +82,7 @@ class Host(NamedTuple):
     cpu_blocks: NDArray[np.int64]  # [items]
     cpu_first: NDArray[np.int32]  # [items + 1]
     cpu_rows: NDArray[np.int32]  # [items]
-    cpu_out: NDArray[np.int32]  # [items]
+    cpu_weights: NDArray[np.float32]  # [items]
     experts: NDArray[np.int32]  # [items] of the demand
     counts: NDArray[np.int32]  # [items]
     places: NDArray[np.int64]  # [items]
@@ -140,14 +138,9 @@ def _call(context: Any, address: Any, arguments: Any) -> Any:
 
 
 @uncounted
-def _stopped(n: Native, h: Host, step: Step, at: int, outcome: int, error: int) -> int:
-    """Stop at a layer. Once it has told, the device must not wait for ever: plans are empty, the host has computed."""
+def _stopped(h: Host, at: int, outcome: int, error: int) -> int:
+    """Stop at a layer. Whoever hears of it lets the device go on (`HostMemory.release`)."""
     h.outcome[0], h.outcome[1] = outcome, error
-    if outcome != UNTOLD:
-        h.plan[:, 0] = 0
-        for layer in range(len(h.ready)):
-            _call(n.ready, (h.ready[layer:].ctypes.data, step.number))
-            _call(n.ready, (h.done[layer:].ctypes.data, step.number))
     return at
 
 
@@ -177,10 +170,10 @@ def _prefetch(h: Host, c: Chosen, step: Step, state: PolicyState, rules: Rules, 
 
 
 @uncounted
-def _submit(n: Native, h: Host, step: Step, at: int, distinct: int) -> int:
+def _submit(n: Native, h: Host, step: Step, at: int, distinct: int, turn: int) -> int:
     """Hand the CPU its experts; the ticket, NO_TICKET if it has none, or an error (below 0).
 
-    Outputs go where `combine` reads them.
+    Sums of outputs go where `combine` reads them.
     """
     experts, pair, first = 0, 0, 0
     for i in range(distinct):
@@ -188,14 +181,14 @@ def _submit(n: Native, h: Host, step: Step, at: int, distinct: int) -> int:
             h.cpu_blocks[experts] = h.blocks[at, h.experts[i]]
             experts += 1
             for place in h.places[first : first + h.counts[i]]:
-                h.cpu_rows[pair], h.cpu_out[pair] = place // step.top_k, place
+                h.cpu_rows[pair], h.cpu_weights[pair] = place // step.top_k, h.weights[place]
                 pair += 1
             h.cpu_first[experts] = pair
         first += h.counts[i]
     h.times[at, ON_CPU] = experts
     if not experts:
         return NO_TICKET
-    h.work[0] = experts
+    h.work[WORK_EXPERTS], h.work[WORK_TAG] = experts, turn
     ticket: int = _call(n.submit, (n.pool, h.layouts[at], h.work.ctypes.data))
     return ticket
 
@@ -242,11 +235,11 @@ def run_layers(
     costs: SplitCosts,
 ) -> int:
     """The layer-steps `first` .. `last` - 1; returns the layer it stopped at (`last`: none), `h.outcome` says why."""
-    layers = len(h.ready)
+    layers = len(h.words)
     for at in range(first, last):
         t, depth = h.times[at], min(step.depth, layers - 1 - at)
         if not _told(n, h, c, step, at, 0 if step.whole else depth):
-            return _stopped(n, h, step, at, UNTOLD, 0)
+            return _stopped(h, at, UNTOLD, 0)
         distinct, items = _choose(h, c, step, at)
         experts, counts, actions = h.experts[:distinct], h.counts[:distinct], h.actions[:distinct]
         _call(n.lock, (n.link,))
@@ -258,18 +251,16 @@ def run_layers(
                 _prefetch(h, c, step, state, rules, at, ahead)
         _call(n.unlock, (n.link, 0))
         if not room:
-            return _stopped(n, h, step, at, NO_SLOT, 0)
+            return _stopped(h, at, NO_SLOT, 0)
         if step.whole:
             continue
+        turn = step.number * layers + at
         n_used, n_late = write_plan(
             experts, counts, h.places[:items], actions, at * state.status.shape[1], state.slot[at], h.targets,
-            h.plan[: step.rows * step.top_k], h.listed, h.on_host, h.used, h.late,
+            turn, h.plan, h.used, h.late,
         )  # fmt: skip
-        _call(n.ready, (h.ready[at:].ctypes.data, step.number))
         t[PLANNED] = _call(n.now, (0,))
-        ticket = _submit(n, h, step, at, distinct)
-        if ticket < 0:
-            _call(n.ready, (h.done[at:].ctypes.data, step.number))
+        ticket = _submit(n, h, step, at, distinct, turn)
         t[SUBMITTED] = _call(n.now, (0,))
         error = _call(n.serve, (n.link,))
         t[ISSUED] = _call(n.now, (0,))
@@ -278,9 +269,7 @@ def run_layers(
         t[COMPUTED] = t[ENTERED] = 0
         if ticket >= 0:
             error = error or _call(n.computed, (n.link, n.pool, ticket, t[CPU_BEGUN:].ctypes.data))
-            t[COMPUTED] = _call(n.now, (0,))
-            _call(n.ready, (h.done[at:].ctypes.data, step.number))
-            t[ENTERED] = _call(n.now, (0,))
+            t[COMPUTED] = t[ENTERED] = _call(n.now, (0,))
         if step.ends:
             error = error or _call(n.wait_landed, (n.link, h.late.ctypes.data, n_late))
             _call(n.lock, (n.link,))
@@ -290,6 +279,6 @@ def run_layers(
         t[ENDED] = _call(n.now, (0,))
         h.outcome[1] = distinct
         if error or (ticket < 0 and ticket != NO_TICKET):
-            return _stopped(n, h, step, at, FAILED, error)
+            return _stopped(h, at, FAILED, error)
     h.outcome[0] = DONE
     return last

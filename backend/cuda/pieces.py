@@ -15,7 +15,7 @@ from torch import Tensor
 
 from foreload.backend.cuda.buffers import DeviceMemory, HostMemory
 from foreload.backend.cuda.kernels.layout import BlockLayout
-from foreload.backend.cuda.kernels.ops import ExpertBuffers, HostOutputs, Ops
+from foreload.backend.cuda.kernels.ops import PLANNED, ExpertBuffers, HostInputs, HostOutputs, Ops, Turn
 from foreload.backend.models.attention import GroupedAttention, LatentAttention
 from foreload.backend.models.decoder import Block, Decoder
 from foreload.backend.models.routing import route
@@ -185,9 +185,10 @@ class Pieces:
             self._ops.replay_routes(m.current, (replay.ids, replay.weights), at, m.ids, m.weights, words)
 
     def _tell(self, at: int) -> None:
-        m = self.m
-        rows = (m.h, self.host.rows[: self.rows]) if self.behaviour.cpu else (None, None)
-        self._ops.publish(m.current, m.ids, self.host.words[at, : self.items], *rows)
+        m, host, inputs = self.m, self.host, None
+        if self.behaviour.cpu:
+            inputs = HostInputs((m.h, host.rows[: self.rows]), (m.weights, host.weights[: self.rows]))
+        self._ops.publish(m.current, m.ids, host.words[at, : self.items], inputs)
 
     def _predict(self, at: int) -> None:
         m, behaviour = self.m, self.behaviour
@@ -233,18 +234,15 @@ class Pieces:
     # Experts
 
     def planned(self, layout: BlockLayout, at: int | None = None) -> None:
-        """The experts of the host's plan, in blocks of a layout; with `at` once the plan of that layer is ready."""
-        m, host = self.m, self.host
-        ready = None if at is None else host.ready[at : at + 1]
-        on_host = (host.on_host[: self.items], m.on_host) if self.behaviour.cpu else None
-        plan, listed = (host.plan[: self.items], m.plan), (host.listed[: self.items], m.listed)
-        self._ops.take_plan(m.current, ready, plan, listed, on_host)
+        """The experts of the host's plan, in blocks of a layout; with `at` once the plan of that layer is there."""
+        m, words = self.m, self.host.plan[: PLANNED * self.items].view(PLANNED, self.items)
+        self._ops.take_plan(words, m.plan, m.listed, m.on_host, None if at is None else self._turn(at))
         self._experts(layout, ExpertBuffers(m.plan, m.listed, m.mid, m.out))
 
     def wave(self, number: int, layout: BlockLayout) -> None:
         """One late expert, whose items the plan lists. Works for steps of any number of rows: its entry says which."""
         m = self.m
-        self._ops.take_plan(m.current, None, (self.host.waves[number], m.plan))
+        self._ops.bring(self.host.waves[number], m.plan[:1])
         self._experts(layout, ExpertBuffers(m.plan[:1], m.listed, m.mid, m.out))
 
     def resident(self, at: int, addresses: Tensor) -> None:
@@ -263,8 +261,11 @@ class Pieces:
         if shared is not None:
             m.base.copy_(m.r + shared)
             base = m.base
-        host = HostOutputs(self.host.out, m.on_host, self.host.done[at : at + 1], m.current) if cpu else None
+        host = HostOutputs(self.host.out[: self.rows], m.on_host, self.host.soon, self._turn(at)) if cpu else None
         self._ops.combine(base, m.weights, m.out, m.x, host)
+
+    def _turn(self, at: int) -> Turn:
+        return Turn(self.m.current, self.shape.n_moe_layers, at)
 
     def head(self) -> None:
         """From x to the logits."""

@@ -83,34 +83,36 @@ def write_plan(
     first_key: int,
     slots: NDArray[np.int32],
     targets: NDArray[np.int64],
+    turn: int,
     plan: NDArray[np.int64],
-    listed: NDArray[np.int64],
-    on_host: NDArray[np.int64],
     used: NDArray[np.int32],
     late: NDArray[np.int64],
 ) -> tuple[int, int]:
-    """Enter a demand (experts [d], counts [d], places [items], actions [d]) into the plan [items, 4] of this step.
+    """Enter a demand (experts [d], counts [d], places [items], actions [d]) into the plan [4 items] of this `turn`.
 
-    slots [E]: this layer's; targets [slots] addresses. Writes the slots of resident experts to `used`, and key, first
-    item and items of those that come later to the three rows of `late`. Returns how many there are of both.
+    slots [E]: this layer's; targets [slots] addresses. Each word is written once, as `Ops.take_plan` reads it. Writes
+    the slots of resident experts to `used`, and key, first item and items of those that come later to the three rows of
+    `late`. Returns how many there are of both.
     """
-    n_used, n_late, first = 0, 0, 0
-    plan[:, 0] = 0
-    for at in range(len(places)):
-        listed[at] = places[at]
-        on_host[at] = 0
-    for i in range(len(experts)):
-        count = counts[i]
-        if actions[i] == ACT_HIT:
-            slot = slots[experts[i]]
-            plan[i, 0], plan[i, 1], plan[i, 2] = targets[slot], first, count
-            used[n_used] = slot
-            n_used += 1
-        elif actions[i] == ACT_CPU:
+    items, n_used, n_late, first = len(places), 0, 0, 0
+    tag = turn << 32
+    for i in range(items):
+        address, span = 0, 0
+        if i < len(experts):
+            count = counts[i]
+            if actions[i] == ACT_HIT:
+                slot = slots[experts[i]]
+                address, span = targets[slot], count << 16 | first
+                used[n_used] = slot
+                n_used += 1
+            elif actions[i] != ACT_CPU:
+                late[0, n_late], late[1, n_late], late[2, n_late] = first_key + experts[i], first, count
+                n_late += 1
             for at in range(first, first + count):
-                on_host[places[at]] = 1
-        else:
-            late[0, n_late], late[1, n_late], late[2, n_late] = first_key + experts[i], first, count
-            n_late += 1
-        first += count
+                host = 1 << 31 if actions[i] == ACT_CPU else 0
+                plan[3 * items + at] = tag | host | places[at]
+            first += count
+        plan[i] = tag | (address & 0xFFFFFFFF)
+        plan[items + i] = tag | (address >> 32)
+        plan[2 * items + i] = tag | span
     return n_used, n_late

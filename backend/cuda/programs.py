@@ -123,9 +123,7 @@ def make_program(pieces: Pieces, addresses: Tensor, decoder: Decoder, capture: C
     enter: list[Piece] = [first, *(into(at) for at in range(1, layers + 1))]
     addresses.zero_()  # experts at address 0 are left out
     pieces.host.given.zero_()
-    pieces.host.ready.zero_()  # of step 0, too
-    pieces.host.done.zero_()
-    pieces.host.plan.zero_()
+    pieces.host.release(layers - 1)  # of step 0, too
     with kept(decoder, pieces.rows):
         for piece in (*enter, *planned.values(), whole):
             piece()

@@ -23,7 +23,7 @@ class StepArrays:
 
     def __init__(self, host: HostMemory, shape: ModelShape, waves: Sequence[tuple[int, ...]]) -> None:
         """`waves`: of each layer, the graphs of its late experts."""
-        layers, items = shape.n_moe_layers, len(host.listed)
+        layers, items = shape.n_moe_layers, len(host.waves)
         self.number = 0
         self.given, self.words, self.guesses = host.given.numpy(), host.words.numpy(), host.guesses.numpy()
         self.times, self.outcome = np.zeros((layers, N_TIMES), np.int64), np.zeros(2, np.int64)
@@ -35,8 +35,8 @@ class StepArrays:
         self._c = CStep(
             plan=host.waves.data_ptr(), keys=keys, firsts=firsts, counts=counts, used=self._used.ctypes.data
         )  # fmt: skip
-        self._work, self._pairs = CWork(), [np.zeros(items + 1, np.int32) for _ in range(3)]
-        self._blocks = np.zeros(items, np.int64)
+        self._work, self._pairs = CWork(), [np.zeros(items + 1, np.int32) for _ in range(2)]
+        self._weights, self._blocks = np.zeros(items, np.float32), np.zeros(items, np.int64)
         self._made: tuple[NDArray[np.int64], NativeExperts | None, Host] | None = None
         self._graphs: tuple[Program, Graphs] | None = None
 
@@ -49,19 +49,16 @@ class StepArrays:
 
     def _make(self, targets: NDArray[np.int64], cpu: NativeExperts | None) -> Host:
         m, items, layers = self._memory, self._items, len(self.words)
-        first, rows, out = self._pairs
+        first, rows = self._pairs
         self._work.x_bf16, self._work.out_bf16 = int(m.rows.element_size() == 2), 0
         self._work.blocks, self._work.first = self._blocks.ctypes.data, first.ctypes.data
-        self._work.x_rows, self._work.out_rows = rows.ctypes.data, out.ctypes.data
-        self._work.x, self._work.out = m.rows.data_ptr(), m.out.data_ptr()
+        self._work.x_rows, self._work.weights = rows.ctypes.data, self._weights.ctypes.data
+        self._work.x, self._work.out, self._work.soon = m.rows.data_ptr(), m.out.data_ptr(), m.soon.data_ptr()
         return Host(
             words=self.words,
             guesses=self.guesses,
-            ready=m.ready.numpy(),
-            done=m.done.numpy(),
+            weights=m.weights.view(-1).numpy(),
             plan=m.plan.numpy(),
-            listed=m.listed.numpy(),
-            on_host=m.on_host.numpy(),
             targets=targets,
             used=self._used,
             late=self._late,
@@ -72,7 +69,7 @@ class StepArrays:
             cpu_blocks=self._blocks,
             cpu_first=first,
             cpu_rows=rows,
-            cpu_out=out,
+            cpu_weights=self._weights,
             experts=np.zeros(items, np.int32),
             counts=np.zeros(items, np.int32),
             places=np.zeros(items, np.int64),
@@ -99,9 +96,7 @@ class StepArrays:
 
     def release(self) -> None:
         """Whatever the device waits for in this step is there, and empty."""
-        self._memory.plan.zero_()
-        self._memory.ready.fill_(self.number)
-        self._memory.done.fill_(self.number)
+        self._memory.release((self.number + 1) * len(self.words) - 1)
 
     def late_keys(self) -> list[int]:
         """Keys of the experts of the layer-step run last that come later."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from foreload.errors import UsageError
 
-ABI = 2
+ABI = 3
 PATH = Path(__file__).parent / "_experts.so"
 VARIABLE = "FORELOAD_CPU_ISA"
 
@@ -55,8 +55,8 @@ class CWork(ctypes.Structure):
     """`fl_work`: one layer-step's experts, tokens and results."""
 
     _fields_ = [
-        *((name, ctypes.c_int32) for name in ("experts", "tokens", "x_bf16", "out_bf16")),
-        *((name, ctypes.c_void_p) for name in ("blocks", "first", "x_rows", "out_rows", "x", "out")),
+        *((name, ctypes.c_int32) for name in ("experts", "tokens", "x_bf16", "out_bf16", "tag")),
+        *((name, ctypes.c_void_p) for name in ("blocks", "first", "x_rows", "out_rows", "weights", "soon", "x", "out")),
     ]
 
 

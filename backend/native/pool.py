@@ -68,9 +68,9 @@ class NativePool:
         """Start a plan; returns a ticket. `x` (address, tokens, whether bf16) is copied; `out` (address, whether bf16)
         must stay until the ticket is done."""
         work = CWork(
-            len(plan.blocks), x[1], x[2], out[1],
+            len(plan.blocks), x[1], x[2], out[1], 0,
             plan.blocks.ctypes.data, plan.first.ctypes.data, plan.x_rows.ctypes.data, plan.out_rows.ctypes.data,
-            x[0], out[0],
+            None, None, x[0], out[0],
         )  # fmt: skip
         ticket = int(self._library.fl_submit(self._pool, ctypes.byref(layout), ctypes.byref(work)))
         if ticket == -2:

@@ -58,9 +58,18 @@ static void run(fl_pool *pool, const fl_layout *l, float out[PAIRS][HIDDEN]) {
         x_rows[p] = p * 4 % TOKENS;
         out_rows[p] = p;
     }
-    fl_work work = {EXPERTS, TOKENS, 0, 0, where, first, x_rows, out_rows, inputs, out};
+    fl_work work = {EXPERTS, TOKENS, 0, 0, 0, where, first, x_rows, out_rows, NULL, NULL, inputs, out};
     int64_t span[2], ticket = fl_submit(pool, l, &work);
     fl_wait(pool, ticket, span);
+    float weights[PAIRS];
+    int32_t soon = 0;
+    static uint64_t sums[TOKENS][HIDDEN], same[TOKENS][HIDDEN];
+    for (int p = 0; p < PAIRS; p++) weights[p] = (float)(p + 1) / PAIRS;
+    fl_work summed = {EXPERTS, TOKENS, 0, 0, 77, where, first, x_rows, NULL, weights, &soon, inputs, sums};
+    fl_wait(pool, fl_submit(pool, l, &summed), span);
+    summed.out = same;
+    fl_wait(pool, fl_submit(pool, l, &summed), span);
+    if (soon != 77 || sums[0][0] >> 32 != 77 || memcmp(sums, same, sizeof sums)) exit(2);
     x_rows[PAIRS - 1] = TOKENS;
     if (ticket < 0 || !fl_done(pool, ticket) || span[1] < span[0] || fl_submit(pool, l, &work) != -1) exit(2);
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 import subprocess
 from dataclasses import replace
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from foreload.backend.experts.blocks import BlockCodec, run_expert
 from foreload.backend.native import Isa, NativePool, Plan, c_layout, load
+from foreload.backend.native.library import CWork
 from foreload.formats import FORMATS, PackedFormat, block_layout
 from foreload.shape import Activation, ModelShape
 
@@ -92,6 +94,24 @@ class Case:
         pool.close()
         return out
 
+    def sums(self, isa: Isa, threads: int, weights: np.ndarray, tag: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Words [TOKENS, hidden] of weighted sums, 7 where nothing was written, and the word that foretells them."""
+        out, soon = torch.full((TOKENS, self.shape.hidden), 7), torch.zeros(1, dtype=torch.int32)
+        pool, layout = NativePool(load(), threads, isa, 64), c_layout(self.layout, self.shape, self.bf16)
+        addresses = np.array([block.data_ptr() for block in self.blocks], np.int64)
+        work = CWork(
+            EXPERTS, TOKENS, self.bf16, 0, tag, addresses.ctypes.data, self.first.ctypes.data, self.rows.ctypes.data,
+            None, weights.ctypes.data, soon.data_ptr(), self.x.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
+        handle = load().handle
+        assert handle is not None
+        ticket = handle.fl_submit(pool.handle, ctypes.byref(layout), ctypes.byref(work))
+        pool.wait(ticket)
+        work.soon = None  # nobody would be told
+        assert handle.fl_submit(pool.handle, ctypes.byref(layout), ctypes.byref(work)) == -1
+        pool.close()
+        return out, soon
+
     def off(self, found: torch.Tensor) -> float:
         return float((found - self.expected).abs().max() / self.expected.abs().max())
 
@@ -128,6 +148,25 @@ def test_threads_and_company_change_no_bit(shape: ModelShape, isa: Isa, format: 
     assert torch.equal(together, case.run(isa, 4))
     assert torch.equal(together, case.run(isa, 2, slice(0, None)))
     assert torch.equal(together.bfloat16(), case.run(isa, 3, out_bf16=True))
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("isa", ISAS, ids=lambda isa: isa.name.lower())
+@pytest.mark.parametrize("hidden", [160, 44])
+def test_sums_carry_their_turn(shape: ModelShape, isa: Isa, hidden: int) -> None:
+    """In the order of the pairs, the same bits on any number of threads; rows of other tokens stay as they were."""
+    case, tag = Case(shape_of(shape, hidden, 72, "silu", False), "bf16", True), 2**31 - 9
+    case.rows[case.rows == TOKENS - 1] = 0
+    weights = np.random.default_rng(3).random(len(case.rows), np.float32)
+    words, soon = case.sums(isa, 1, weights, tag)
+    assert torch.equal(words, case.sums(isa, 4, weights, tag)[0])
+    assert soon.item() == tag
+    assert (words[TOKENS - 1] == 7).all()
+    assert (words[:-1] >> 32 == tag).all()
+    found, expected = (words[:-1] & 0xFFFFFFFF).int().view(torch.float32), torch.zeros(TOKENS - 1, hidden)
+    for pair, output in enumerate(case.run(isa, 1)):
+        expected[case.rows[pair]] += float(weights[pair]) * output
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.unit

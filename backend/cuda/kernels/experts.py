@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from foreload.backend.cuda.kernels.hold import awaited
+from foreload.backend.cuda.kernels.hold import words_of
 
 
 @triton.jit
@@ -241,7 +241,7 @@ def down(
             tl.store(out + item * HIDDEN + rows, found, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["LAYER"])
 def combine(
     r: tl.tensor,
     weights: tl.tensor,
@@ -249,36 +249,35 @@ def combine(
     host_out: tl.tensor,
     on_host: tl.tensor,
     current: tl.tensor,
-    done: tl.tensor,
     x: tl.tensor,
+    LAYER: int,
+    LAYERS: tl.constexpr,
     K: tl.constexpr,
     HIDDEN: tl.constexpr,
     COLS: tl.constexpr,
     HOST: tl.constexpr,
-    FENCE: tl.constexpr,
 ) -> None:
     """Program (token, column tile): x = r + sum over ranks, in rank order, of weight * output, in fp32.
 
-    Where `on_host` [items] is set the output is read from `host_out` (what the CPU computed) instead of `out`, once the
-    host's word `done` [1] is the step's number (`current` [1]), or a later one's.
+    Items whose `on_host` [items] is set are left out: for tokens that have one the host's sum of them comes last, read
+    from its words `host_out` int64 [n, HIDDEN] once they are of this turn (`current` [1] * LAYERS + LAYER), or later.
     """
     token, tile = tl.program_id(0), tl.program_id(1)
     cols = tile * COLS + tl.arange(0, COLS)
     inside = cols < HIDDEN
-    arrived = inside
-    if HOST:
-        number = tl.load(current)
-        seen = awaited(done, number, FENCE)
-        arrived = inside & (seen + 0 * cols >= number)
-    total = tl.zeros([COLS], tl.float32)
+    total, theirs = tl.zeros([COLS], tl.float32), token * 0
     for rank in tl.static_range(K):  # unrolled, so that all loads are under way at once
         item = token * K + rank
+        here = inside
         if HOST:
-            there = tl.load(on_host + item) + 0 * cols != 0
-            found = tl.load(out + item * HIDDEN + cols, mask=inside & (there == 0), other=0.0)
-            found += tl.load(host_out + item * HIDDEN + cols, mask=arrived & there, other=0.0)
-        else:
-            found = tl.load(out + item * HIDDEN + cols, mask=inside, other=0.0)
-        total += tl.load(weights + item) * found
+            there = tl.load(on_host + item).to(tl.int32)
+            theirs += there
+            here = inside & (there + 0 * cols == 0)
+        total += tl.load(weights + item) * tl.load(out + item * HIDDEN + cols, mask=here, other=0.0)
+    if HOST:  # noqa: SIM102 - this is known when the kernel is compiled
+        if theirs > 0:
+            turn = tl.load(current).to(tl.int64) * LAYERS + LAYER
+            words = words_of(host_out + token * HIDDEN + cols, inside, turn)
+            total += words.to(tl.int32).to(tl.float32, bitcast=True)
     residual = tl.load(r + token * HIDDEN + cols, mask=inside, other=0.0).to(tl.float32)
     tl.store(x + token * HIDDEN + cols, (residual + total).to(x.dtype.element_ty), mask=inside)

@@ -1,4 +1,4 @@
-"""Kernels that wait: for the host's word, and for how long a link takes that is made to look slower than it is."""
+"""Kernels that wait: for the host's words, and for how long a link takes that is made to look slower than it is."""
 
 from __future__ import annotations
 
@@ -8,16 +8,37 @@ from triton.language.extra.cuda import globaltimer
 
 
 @triton.jit
-def awaited(word: tl.tensor, number: tl.tensor, FENCE: tl.constexpr) -> tl.tensor:
-    """The host's `word` [1] once it is at least `number`; a load that depends on it comes behind the host's stores."""
-    seen = tl.load(word, volatile=True)
-    while seen < number:
-        seen = tl.load(word, volatile=True)
-    if FENCE:
-        seen = tl.inline_asm_elementwise(
-            "fence.acq_rel.sys; mov.b32 $0, $1;", "=r,r", [seen], dtype=tl.int32, is_pure=False, pack=1
-        )
-    return seen
+def words_of(words: tl.tensor, inside: tl.tensor, turn: tl.tensor) -> tl.tensor:
+    """The lower halves, int64, of words the host writes, once the upper ones of those `inside` are at least `turn`.
+
+    A word is read whole, so nothing needs to be ordered; one look costs as long as the link's queue is.
+    """
+    seen = tl.load(words, mask=inside, other=0, volatile=True)
+    while tl.sum((inside & (seen >> 32 < turn)).to(tl.int32)) > 0:
+        seen = tl.load(words, mask=inside, other=0, volatile=True)
+    return seen & 0xFFFFFFFF
+
+
+@triton.jit(do_not_specialize=["ITEMS", "LAYER"])
+def await_host(
+    current: tl.tensor,
+    soon: tl.tensor,
+    on_host: tl.tensor,
+    ITEMS: int,
+    LAYER: int,
+    LAYERS: tl.constexpr,
+    ITEMS_UP: tl.constexpr,
+) -> None:
+    """One program: if any of ITEMS items is `on_host`, waits until the host's word `soon` [1] is this turn, or later.
+
+    The many programs behind it, which look at all that the host has computed, would take the link's time meanwhile.
+    """
+    it = tl.arange(0, ITEMS_UP)
+    if tl.sum(tl.load(on_host + it, mask=it < ITEMS, other=0)) > 0:
+        turn = tl.load(current) * LAYERS + LAYER
+        seen = tl.load(soon, volatile=True)
+        while seen < turn:
+            seen = tl.load(soon, volatile=True)
 
 
 @triton.jit

@@ -19,6 +19,21 @@ TOKENS = 64
 """Items of one expert that a plan entry of a prompt chunk holds at most."""
 TAG = 0x7FFF
 """The part of a step's number that goes with every id told to the host (`route.publish`)."""
+PLANNED = 4
+"""Words per item of a plan in host memory (`Ops.take_plan`)."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A layer of a step, told by one number: `current` int32 [1], the step's number, times `layers`, and `at`.
+
+    Words that the host writes for the device carry it in their upper halves. They are there once that is the turn that
+    is waited for, or a later one. No word tells of others, and one look is enough over a link that copies keep busy.
+    """
+
+    current: Tensor
+    layers: int
+    at: int
 
 
 @dataclass
@@ -48,16 +63,25 @@ class ExpertBuffers:
 
 
 @dataclass(frozen=True)
-class HostOutputs:
-    """What the host computes of a layer-step: out fp32 [items, hidden] where on_host int64 [items] is set.
+class HostInputs:
+    """What the host's experts work on, here and in host memory: rows [n, hidden] and weights float32 [n, k]."""
 
-    It is all there once done int32 [1], in host memory as `out` is, is the step's number current [1], or a later one's.
+    rows: tuple[Tensor, Tensor]
+    weights: tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class HostOutputs:
+    """What the host computes of a layer-step: weighted sums, of tokens with items whose on_host int64 [items] is set.
+
+    out int64 [n, hidden] in host memory: the turn over the bits of a float32. Nobody need look before soon int32 [1],
+    there too, is the turn.
     """
 
     out: Tensor
     on_host: Tensor
-    done: Tensor
-    current: Tensor
+    soon: Tensor
+    turn: Turn
 
 
 @dataclass
@@ -170,24 +194,23 @@ class Ops(ABC):
         """Recorded predictions (int16 [depths, rows, layers, stored width]) in place of those of layers `first`.. ."""
 
     @abstractmethod
-    def publish(
-        self, current: Tensor, ids: Tensor, words: Tensor, rows: Tensor | None = None, host_rows: Tensor | None = None
-    ) -> None:
-        """Ids to host memory, each tagged with the step's number; before them the experts' input, if it is given."""
+    def publish(self, current: Tensor, ids: Tensor, words: Tensor, inputs: HostInputs | None = None) -> None:
+        """Ids to host memory, each tagged with the step's number; before them what the host's experts work on."""
 
     @abstractmethod
     def take_plan(
         self,
-        current: Tensor,
-        ready: Tensor | None,
-        plan: tuple[Tensor, Tensor],
-        listed: tuple[Tensor, Tensor] | None = None,
-        on_host: tuple[Tensor, Tensor] | None = None,
+        words: Tensor,
+        plan: Tensor,
+        listed: Tensor,
+        on_host: Tensor,
+        turn: Turn | None,
     ) -> None:
-        """From host memory, each (there, here): a plan int64 [groups, ENTRY] and, if given, int64 [items] each, the
-        items it lists and whether each is the host's.
+        """A plan from host memory: int64 [groups, ENTRY], the items it lists and whether an item is the host's [items].
 
-        With `ready` int32 [1], in host memory too, once it is the step's number, or a later one's.
+        words int64 [PLANNED, items]: of entry i the lower and the upper half of the address, and its first item with,
+        16 bits up, how many it has; of place i the item that is listed there with, at bit 31, whether it is the host's.
+        Each is a turn over 32 bits; with `turn` that one is waited for.
         """
 
     @abstractmethod
@@ -218,7 +241,7 @@ class Ops(ABC):
 
     @abstractmethod
     def combine(self, r: Tensor, weights: Tensor, out: Tensor, x: Tensor, host: HostOutputs | None = None) -> None:
-        """x = r + weighted outputs in rank order, in fp32; with `host` some are the host's, once they are there."""
+        """x = r + weighted outputs in rank order, in fp32; with `host` its sums come last, once they are there."""
 
     @abstractmethod
     def stamp(self, begun: Tensor) -> None:

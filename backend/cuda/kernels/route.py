@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from foreload.backend.cuda.kernels.hold import awaited
+from foreload.backend.cuda.kernels.hold import words_of
 
 
 @triton.jit
@@ -110,8 +110,10 @@ def publish(
     current: tl.tensor,
     ids: tl.tensor,
     rows: tl.tensor,
+    weights: tl.tensor,
     words: tl.tensor,
     host_rows: tl.tensor,
+    host_weights: tl.tensor,
     IDS: int,
     ELEMENTS: int,
     IDS_UP: tl.constexpr,
@@ -119,7 +121,8 @@ def publish(
     ALONE: tl.constexpr,
     FENCE: tl.constexpr,
 ) -> None:
-    """One program: ids (or predictions, -1: none) go to host memory, unless ALONE after ELEMENTS of the experts' input.
+    """One program: ids (or predictions, -1: none) go to host memory, unless ALONE after ELEMENTS of the experts' input
+    and what its outputs are weighted by [IDS].
 
     words int32 [IDS]: the lower 15 bits of the step's number over 16 bits of the id, so that each word says by itself
     whether it has arrived. The barrier and the system-wide fence put all stores of the block before the words.
@@ -128,48 +131,51 @@ def publish(
         cols = first + tl.arange(0, COLS)
         tl.store(host_rows + cols, tl.load(rows + cols, mask=cols < ELEMENTS), mask=cols < ELEMENTS)
     number = tl.load(current)
+    at = tl.arange(0, IDS_UP)
     if not ALONE:
+        tl.store(host_weights + at, tl.load(weights + at, mask=at < IDS), mask=at < IDS)
         tl.debug_barrier()
         if FENCE:
             number = tl.inline_asm_elementwise(
                 "fence.acq_rel.sys; mov.b32 $0, $1;", "=r,r", [number], dtype=tl.int32, is_pure=False, pack=1
             )
-    at = tl.arange(0, IDS_UP)
     found = tl.load(ids + at, mask=at < IDS, other=0).to(tl.int32) & 0xFFFF
     tl.store(words + at, ((number & 0x7FFF) << 16) | found, mask=at < IDS)
 
 
-@triton.jit(do_not_specialize=["WORDS", "ITEMS"])
+@triton.jit(do_not_specialize=["ITEMS", "LAYER"])
 def take_plan(
     current: tl.tensor,
-    ready: tl.tensor,
+    words: tl.tensor,
     plan: tl.tensor,
     items: tl.tensor,
     on_host: tl.tensor,
-    plan_here: tl.tensor,
-    items_here: tl.tensor,
-    on_host_here: tl.tensor,
-    WORDS: int,
     ITEMS: int,
-    WORDS_UP: tl.constexpr,
+    LAYER: int,
+    LAYERS: tl.constexpr,
     ITEMS_UP: tl.constexpr,
+    ENTRY: tl.constexpr,
+    KINDS: tl.constexpr,
     WAIT: tl.constexpr,
-    FENCE: tl.constexpr,
 ) -> None:
-    """One program: a plan int64 [WORDS] and, of ITEMS items, the list and whether each is `on_host` move to the device.
+    """One program: the host's words int64 [KINDS, ITEMS] become a plan, its items and whose they are (`Ops.take_plan`).
 
-    Many programs read them there. WAIT: once the host's word `ready` [1] is the step's number, or
-    a later one's.
+    Many programs read them here: plan int64 [ITEMS, ENTRY], items and on_host int64 [ITEMS].
+
+    WAIT: once all words are of the turn (`current` [1] * LAYERS + LAYER), or a later one's.
     """
-    at, it = tl.arange(0, WORDS_UP), tl.arange(0, ITEMS_UP)
-    inside, listed = at < WORDS, it < ITEMS
-    if WAIT:
-        number = tl.load(current)
-        seen = awaited(ready, number, FENCE)
-        inside, listed = inside & (seen + 0 * at >= number), listed & (seen + 0 * it >= number)
-    tl.store(items_here + it, tl.load(items + it, mask=listed, other=0, volatile=True), mask=listed)
-    tl.store(on_host_here + it, tl.load(on_host + it, mask=listed, other=0, volatile=True), mask=listed)
-    tl.store(plan_here + at, tl.load(plan + at, mask=inside, other=0, volatile=True), mask=inside)
+    at = tl.arange(0, KINDS * ITEMS_UP)
+    kind, it = at // ITEMS_UP, at % ITEMS_UP
+    inside = it < ITEMS
+    turn = tl.load(current).to(tl.int64) * LAYERS + LAYER if WAIT else 0
+    found = words_of(words + kind * ITEMS + it, inside, turn)
+    # Each word has a store of its own, masked; an address in its two halves.
+    halves = plan.to(tl.pointer_type(tl.int32))
+    tl.store(halves + 2 * it * ENTRY + kind, found.to(tl.int32), mask=inside & (kind < 2))
+    tl.store(plan + it * ENTRY + 1, found & 0xFFFF, mask=inside & (kind == 2))
+    tl.store(plan + it * ENTRY + 2, found >> 16, mask=inside & (kind == 2))
+    tl.store(items + it, found & 0x7FFFFFFF, mask=inside & (kind == 3))
+    tl.store(on_host + (found & 0x7FFFFFFF), found >> 31, mask=inside & (kind == 3))
 
 
 @triton.jit(do_not_specialize=["LAYER", "N_ITEMS"])

@@ -10,7 +10,15 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from foreload.backend.cuda.kernels.layout import BlockLayout, Part
-from foreload.backend.cuda.kernels.ops import TAG, AttentionScratch, ExpertBuffers, HostOutputs, Ops
+from foreload.backend.cuda.kernels.ops import (
+    TAG,
+    AttentionScratch,
+    ExpertBuffers,
+    HostInputs,
+    HostOutputs,
+    Ops,
+    Turn,
+)
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 
@@ -168,24 +176,24 @@ class TorchOps(Ops):
             predicted[target] = table[target, at : at + n, first + target, :width]
 
     def publish(  # noqa: D102
-        self, current: Tensor, ids: Tensor, words: Tensor, rows: Tensor | None = None, host_rows: Tensor | None = None
+        self, current: Tensor, ids: Tensor, words: Tensor, inputs: HostInputs | None = None
     ) -> None:
-        if rows is not None and host_rows is not None:
-            host_rows.copy_(rows)
+        for here, there in () if inputs is None else (inputs.rows, inputs.weights):
+            there.copy_(here)
         words.copy_((int(current[0]) & TAG) << 16 | (ids.reshape(-1) & 0xFFFF))
 
     def take_plan(  # noqa: D102
         self,
-        current: Tensor,
-        ready: Tensor | None,
-        plan: tuple[Tensor, Tensor],
-        listed: tuple[Tensor, Tensor] | None = None,
-        on_host: tuple[Tensor, Tensor] | None = None,
+        words: Tensor,
+        plan: Tensor,
+        listed: Tensor,
+        on_host: Tensor,
+        turn: Turn | None,
     ) -> None:
-        while ready is not None and int(ready) < int(current[0]):
-            time.sleep(1e-5)
-        for there, here in filter(None, (plan, listed, on_host)):
-            here[: len(there)] = there
+        low, high, span, item = _values(words, turn)
+        plan[:, 0], plan[:, 1], plan[:, 2] = high << 32 | low, span & 0xFFFF, span >> 16
+        listed.copy_(item & 0x7FFFFFFF)
+        on_host[listed] = item >> 31
 
     def plan_resident(self, ids: Tensor, addresses: Tensor, layer: int, plan: Tensor, listed: Tensor) -> None:  # noqa: D102
         flat, at = ids.reshape(-1).tolist(), 0
@@ -228,15 +236,14 @@ class TorchOps(Ops):
     def combine(  # noqa: D102
         self, r: Tensor, weights: Tensor, out: Tensor, x: Tensor, host: HostOutputs | None = None
     ) -> None:
-        while host is not None and int(host.done) < int(host.current[0]):
-            time.sleep(1e-5)
-        total = torch.zeros(r.shape, dtype=torch.float32)
-        for rank in range(weights.shape[1]):
-            items = torch.arange(len(r)) * weights.shape[1] + rank
-            found = out[items]
-            if host is not None:
-                found = torch.where(host.on_host[items, None] != 0, host.out[items].float(), found)
-            total += weights[:, rank, None] * found
+        total, k = torch.zeros(r.shape, dtype=torch.float32), weights.shape[1]
+        there = torch.zeros(r.shape[0] * k, dtype=torch.bool) if host is None else host.on_host != 0
+        for rank in range(k):
+            items = torch.arange(len(r)) * k + rank
+            total += weights[:, rank, None] * torch.where(there[items, None], 0, out[items])
+        mine = there.view(-1, k).any(1)
+        if host is not None and mine.any():
+            total[mine] += _values(host.out, host.turn, mine).int().view(torch.float32)
         x.copy_(r.float() + total)
 
     def stamp(self, begun: Tensor) -> None:  # noqa: D102
@@ -245,6 +252,15 @@ class TorchOps(Ops):
     def hold(self, begun: Tensor, least: Tensor) -> None:  # noqa: D102
         while time.perf_counter_ns() < int(begun) + int(least):
             time.sleep(1e-5)
+
+
+def _values(words: Tensor, turn: Turn | None, wanted: Tensor | slice = slice(None)) -> Tensor:
+    """The lower halves of the rows of words that are wanted, those of a turn once they are there."""
+    seen = words[wanted].clone()
+    while turn is not None and int((seen >> 32).min()) < int(turn.current[0]) * turn.layers + turn.at:
+        time.sleep(1e-5)
+        seen = words[wanted].clone()
+    return seen & 0xFFFFFFFF
 
 
 def _rows(x: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:

@@ -10,11 +10,14 @@ from triton import knobs
 from foreload.backend.cuda.kernels import attention, dense, experts, hold, prompt, route
 from foreload.backend.cuda.kernels.layout import ENTRY, BlockLayout
 from foreload.backend.cuda.kernels.ops import (
+    PLANNED,
     TOKENS,
     AttentionScratch,
     ExpertBuffers,
+    HostInputs,
     HostOutputs,
     Ops,
+    Turn,
     check_layout,
     power_of_two,
     tile_columns,
@@ -24,6 +27,8 @@ from foreload.errors import UsageError
 BUILD: dict[str, Any] = {"enable_fp_fusion": True}
 ROWS, COLS = 4, 1024
 """A program of a matrix-vector kernel: rows, and columns it reads at once."""
+HOST_COLS = 256
+"""Columns of the host's sums that a program looks at."""
 GATE_UP, DOWN = {"ROWS": 2, "num_warps": 1}, {"ROWS": 4, "num_warps": 2}
 UP_COLS, DOWN_COLS = 2048, 256
 """The same of experts of 16 or 32 bit numbers: on an H200 6 and 10 % faster (8 experts of 2048 x 768, bf16)."""
@@ -38,6 +43,11 @@ def _tiles(count: int, size: int) -> int:
 
 def _cols(width: int, most: int = COLS) -> int:
     return min(most, max(16, power_of_two(width)))
+
+
+def _layer(turn: Turn | None) -> dict[str, Any]:
+    """Which layer of how many, for kernels that wait for its turn."""
+    return {"LAYER": 0, "LAYERS": 0} if turn is None else {"LAYER": turn.at, "LAYERS": turn.layers}
 
 
 def _gate_up(layout: BlockLayout) -> dict[str, Any]:
@@ -262,44 +272,47 @@ class TritonOps(Ops):
         )
 
     def publish(  # noqa: D102
-        self, current: Tensor, ids: Tensor, words: Tensor, rows: Tensor | None = None, host_rows: Tensor | None = None
+        self, current: Tensor, ids: Tensor, words: Tensor, inputs: HostInputs | None = None
     ) -> None:
+        rows, weights = ((ids, words), (ids, words)) if inputs is None else (inputs.rows, inputs.weights)
         route.publish[(1,)](
             current,
             ids,
-            ids if rows is None else rows,
+            rows[0],
+            weights[0],
             words,
-            words if host_rows is None else host_rows,
+            rows[1],
+            weights[1],
             IDS=ids.numel(),
             IDS_UP=power_of_two(ids.numel()),
-            ELEMENTS=0 if rows is None else rows.numel(),
+            ELEMENTS=0 if inputs is None else rows[0].numel(),
             COLS=COLS,
-            ALONE=rows is None,
+            ALONE=inputs is None,
             FENCE=self._fence,
             **BUILD,
         )
 
     def take_plan(  # noqa: D102
         self,
-        current: Tensor,
-        ready: Tensor | None,
-        plan: tuple[Tensor, Tensor],
-        listed: tuple[Tensor, Tensor] | None = None,
-        on_host: tuple[Tensor, Tensor] | None = None,
+        words: Tensor,
+        plan: Tensor,
+        listed: Tensor,
+        on_host: Tensor,
+        turn: Turn | None,
     ) -> None:
-        words, items = plan[0].numel(), 0 if listed is None else listed[0].numel()
-        moved = [plan, listed or plan, on_host or listed or plan]
+        items = words.shape[1]
         route.take_plan[(1,)](
-            current,
-            current if ready is None else ready,
-            *(there for there, _ in moved),
-            *(here for _, here in moved),
-            WORDS=words,
+            words if turn is None else turn.current,
+            words,
+            plan,
+            listed,
+            on_host,
             ITEMS=items,
-            WORDS_UP=power_of_two(words),
-            ITEMS_UP=power_of_two(max(1, items)),
-            WAIT=ready is not None,
-            FENCE=self._fence,
+            **_layer(turn),
+            ITEMS_UP=power_of_two(items),
+            ENTRY=ENTRY,
+            KINDS=PLANNED,
+            WAIT=turn is not None,
             num_warps=1,
             **BUILD,
         )
@@ -387,21 +400,24 @@ class TritonOps(Ops):
         self, r: Tensor, weights: Tensor, out: Tensor, x: Tensor, host: HostOutputs | None = None
     ) -> None:
         n, hidden = r.shape
-        cols = _cols(hidden)
+        cols, k = _cols(hidden) if host is None else min(HOST_COLS, power_of_two(hidden)), weights.shape[1]
+        layer = _layer(None if host is None else host.turn)
+        if host is not None:
+            count, soon = {"ITEMS": n * k, "ITEMS_UP": power_of_two(n * k)}, (host.turn.current, host.soon)
+            hold.await_host[(1,)](*soon, host.on_host, **count, **layer, num_warps=1)
         experts.combine[(n, _tiles(hidden, cols))](
             r,
             weights,
             out,
             out if host is None else host.out,
             weights if host is None else host.on_host,
-            weights if host is None else host.current,
-            weights if host is None else host.done,
+            weights if host is None else host.turn.current,
             x,
-            K=weights.shape[1],
+            **layer,
+            K=k,
             HIDDEN=hidden,
             COLS=cols,
             HOST=host is not None,
-            FENCE=self._fence,
             **BUILD,
         )
 

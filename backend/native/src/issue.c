@@ -379,11 +379,6 @@ int64_t fc_told(fc_link *link, const int32_t *words, int64_t n, int64_t tag, int
     }
 }
 
-int64_t fc_ready(int32_t *word, int64_t number) {
-    __atomic_store_n(word, (int32_t)number, __ATOMIC_RELEASE);
-    return 0;
-}
-
 int64_t fc_computed(fc_link *link, fl_pool *pool, int64_t ticket, int64_t span[2]) {
     while (link->spins && !fl_done(pool, ticket)) meanwhile(link);
     fl_wait(pool, ticket, span);

@@ -102,7 +102,6 @@ FC_API int64_t fc_drive(fc_link *link, int64_t on, int64_t home);
 FC_API int64_t fc_serve(fc_link *link); /* reports what has landed, issues what may be issued; the error */
 /* Waits until the upper 16 bits of all words are `tag` (1), or the time is over (0). */
 FC_API int64_t fc_told(fc_link *link, const int32_t *words, int64_t n, int64_t tag, int64_t timeout_ns);
-FC_API int64_t fc_ready(int32_t *word, int64_t number); /* stores it behind everything before */
 FC_API int64_t fc_computed(fc_link *link, fl_pool *pool, int64_t ticket, int64_t span[2]); /* waits as `fl_wait` does */
 
 #endif

@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 #define FL_API __attribute__((visibility("default")))
-#define FL_ABI 2
+#define FL_ABI 3
 
 enum { FL_FP32, FL_BF16, FL_INT8, FL_FP8, FL_MXFP4, FL_FP8_TILE, FL_FORMATS };
 enum { FL_SCALAR, FL_AVX2, FL_AVX512, FL_AVX512_BF16, FL_AVX512_VNNI, FL_AVX512_ALL, FL_ISAS };
@@ -66,13 +66,19 @@ typedef struct {
     int64_t gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_bias;
 } fl_layout;
 
-/* One layer-step's work: expert e has the (token, output row) pairs first[e] .. first[e + 1]. */
+/* One layer-step's work: expert e has the (token, output row) pairs first[e] .. first[e + 1].
+ *
+ * With `weights` the outputs of a token are summed, weighted, in the order of its pairs: `out` is uint64 [tokens, hidden],
+ * each word `tag` over the sum's fp32, so that who reads it needs no other word; rows of tokens without a pair stay.
+ * `soon` becomes `tag` when a part of the work is left that takes much longer than a look at it. */
 typedef struct {
-    int32_t experts, tokens, x_bf16, out_bf16;
+    int32_t experts, tokens, x_bf16, out_bf16, tag;
     const void *const *blocks; /* [experts] */
     const int32_t *first;      /* [experts + 1] */
     const int32_t *x_rows;     /* [pairs] */
-    const int32_t *out_rows;   /* [pairs] */
+    const int32_t *out_rows;   /* [pairs], not read with weights */
+    const float *weights;      /* [pairs] or NULL */
+    int32_t *soon;             /* [1], with weights */
     const void *x;             /* [tokens, hidden], copied by fl_submit */
     void *out;                 /* [.., hidden], written until the ticket is done */
 } fl_work;

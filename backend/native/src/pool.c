@@ -20,9 +20,10 @@ typedef struct {
 
 typedef struct {
     fl_job job;
-    range *ranges[2];                    /* [threads] each */
-    _Alignas(LINE) _Atomic int64_t finished[2]; /* units */
+    range *ranges[FL_PHASES];            /* [threads] each */
+    _Alignas(LINE) _Atomic int64_t finished[FL_PHASES]; /* units */
     _Atomic int64_t begun_ns, ended_ns;
+    _Atomic int foretold;                /* whether `soon` is set */
     _Atomic int64_t done;                /* ticket + 1 of the last finished job that was here */
     _Atomic int left;                    /* workers that will not look at the job again */
 } slot;
@@ -98,10 +99,15 @@ static void finish(fl_pool *pool, slot *s, int64_t ticket) {
 static void run_job(fl_pool *pool, slot *s, int64_t ticket, int number) {
     int64_t none = 0;
     if (atomic_load(&s->begun_ns) == 0) atomic_compare_exchange_strong(&s->begun_ns, &none, now_ns());
-    run_phase(s, 0, number, pool->threads);
-    while (!spin(&s->finished[0], s->job.units[0], 20000)) sched_yield();
-    run_phase(s, 1, number, pool->threads);
-    if (atomic_load_explicit(&s->finished[1], memory_order_acquire) == s->job.units[1]) finish(pool, s, ticket);
+    int last = s->job.phases - 1;
+    for (int phase = 0; phase < last; phase++) {
+        run_phase(s, phase, number, pool->threads);
+        while (!spin(&s->finished[phase], s->job.units[phase], 20000)) sched_yield();
+        if (phase == 0 && s->job.weights && !atomic_exchange(&s->foretold, 1))
+            __atomic_store_n(s->job.soon, s->job.tag, __ATOMIC_RELAXED);
+    }
+    run_phase(s, last, number, pool->threads);
+    if (atomic_load_explicit(&s->finished[last], memory_order_acquire) == s->job.units[last]) finish(pool, s, ticket);
     atomic_fetch_add_explicit(&s->left, 1, memory_order_release);
 }
 
@@ -126,8 +132,7 @@ static void *worker(void *argument) {
 static void release(fl_pool *pool) {
     for (int i = 0; pool->ring && i < RING; i++) {
         fl_job_free(&pool->ring[i].job);
-        free(pool->ring[i].ranges[0]);
-        free(pool->ring[i].ranges[1]);
+        for (int phase = 0; phase < FL_PHASES; phase++) free(pool->ring[i].ranges[phase]);
     }
     pthread_mutex_destroy(&pool->mutex);
     pthread_cond_destroy(&pool->work);
@@ -166,7 +171,7 @@ fl_pool *fl_pool_new(int threads, int isa, int spin_us) {
     pool->ring = lines(RING * sizeof *pool->ring);
     int ready = pool->workers && pool->ring, started = 0;
     for (int i = 0; ready && i < RING; i++)
-        for (int phase = 0; phase < 2; phase++)
+        for (int phase = 0; phase < FL_PHASES; phase++)
             ready = ready && (pool->ring[i].ranges[phase] = lines((size_t)threads * sizeof(range)));
     for (; ready && started < threads; started++) {
         start *begin = malloc(sizeof *begin);
@@ -214,7 +219,7 @@ int64_t fl_submit(fl_pool *pool, const fl_layout *layout, const fl_work *work) {
         while (atomic_load_explicit(&s->left, memory_order_acquire) < pool->threads) sched_yield();
     int error = fl_job_fill(&s->job, pool->isa, pool->threads, layout, work);
     if (error) return error;
-    for (int phase = 0; phase < 2; phase++) {
+    for (int phase = 0; phase < s->job.phases; phase++) {
         for (int v = 0; v < pool->threads; v++) {
             range *r = &s->ranges[phase][v];
             atomic_store_explicit(&r->next, s->job.units[phase] * v / pool->threads, memory_order_relaxed);
@@ -224,6 +229,7 @@ int64_t fl_submit(fl_pool *pool, const fl_layout *layout, const fl_work *work) {
     }
     atomic_store(&s->begun_ns, 0);
     atomic_store(&s->ended_ns, 0);
+    atomic_store(&s->foretold, 0);
     atomic_store(&s->left, 0);
     atomic_store(&pool->submitted, ticket + 1);
     if (atomic_load(&pool->sleepers) > 0) {

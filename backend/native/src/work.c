@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#define FL_SUMS 32 /* columns in a unit of sums: whole cache lines of words */
 #define GRAIN_BYTES (48 << 10) /* of weights a worker takes at a time: long enough to stream, short enough to share */
 
 static size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
@@ -64,8 +65,9 @@ static int valid(const fl_layout *l, const fl_work *w) {
     if ((l->format >= FL_INT8) != (l->gate_up_scale >= 0 && l->down_scale >= 0)) return 0;
     for (int e = 0; e < w->experts; e++)
         if (w->first[e + 1] <= w->first[e] || !w->blocks[e]) return 0;
+    if (w->weights && (!w->soon || w->out_bf16)) return 0;
     for (int p = 0; p < w->first[w->experts]; p++)
-        if (w->x_rows[p] < 0 || w->x_rows[p] >= w->tokens || w->out_rows[p] < 0) return 0;
+        if (w->x_rows[p] < 0 || w->x_rows[p] >= w->tokens || (!w->weights && w->out_rows[p] < 0)) return 0;
     return 1;
 }
 
@@ -90,15 +92,21 @@ static void *carve(uint8_t **at, const void *source, size_t bytes) {
 
 static int copy_plan(fl_job *job, const fl_work *work) {
     size_t experts = (size_t)work->experts, pairs = (size_t)work->first[experts];
-    size_t bytes = 8 * experts + 4 * (experts + 1) + 8 * pairs + 64;
+    size_t bytes = 8 * experts + 4 * (experts + 1) + 8 * pairs + 64; /* rounded up, too */
     if (ensure((uint8_t **)&job->plan, &job->plan_room, bytes)) return -2;
     uint8_t *at = job->plan;
     job->blocks = carve(&at, work->blocks, 8 * experts);
     job->first = carve(&at, work->first, 4 * (experts + 1));
     job->x_rows = carve(&at, work->x_rows, 4 * pairs);
-    job->out_rows = carve(&at, work->out_rows, 4 * pairs);
+    job->out_rows = NULL;
+    job->weights = NULL;
+    if (work->weights)
+        job->weights = carve(&at, work->weights, 4 * pairs);
+    else
+        job->out_rows = carve(&at, work->out_rows, 4 * pairs);
     job->experts = work->experts;
     job->pairs = (int)pairs;
+    job->tokens = work->tokens;
     return 0;
 }
 
@@ -152,17 +160,23 @@ int fl_job_fill(fl_job *job, int isa, int threads, const fl_layout *layout, cons
     if (copy_plan(job, work)) return -2;
     if (ensure(&job->x, &job->x_room, x_stride * (size_t)work->tokens)) return -2;
     if (ensure(&job->middle, &job->middle_room, middle_stride * (size_t)job->pairs)) return -2;
+    if (work->weights && ensure(&job->outputs, &job->outputs_room, 4 * hidden * (size_t)job->pairs)) return -2;
     job->layout = *layout;
     job->choice = choice;
     job->x_stride = x_stride;
     job->middle_stride = middle_stride;
     job->out = work->out;
     job->out_bf16 = work->out_bf16;
+    job->tag = work->tag;
+    job->soon = work->soon;
+    job->phases = work->weights ? 3 : 2;
     if (copy_inputs(job, work)) return -2;
     memset(job->middle, 0, middle_stride * (size_t)job->pairs);
     int pairs_per_unit = choice.x_kind == FL_X_I16 ? FL_BLOCK : FL_ROWS / 2;
     cut(job, 0, layout->width, pairs_per_unit, 2 * (size_t)pairs_per_unit * row_bytes(layout->format, hidden), threads);
     cut(job, 1, layout->hidden, FL_ROWS, FL_ROWS * row_bytes(layout->format, width), threads);
+    job->units[2] = (layout->hidden + FL_SUMS - 1) / FL_SUMS;
+    job->grain[2] = 1;
     return 0;
 }
 
@@ -170,6 +184,7 @@ void fl_job_free(fl_job *job) {
     free(job->plan);
     free(job->x);
     free(job->middle);
+    free(job->outputs);
 }
 
 /* One matrix of an expert's block. */
@@ -300,6 +315,11 @@ static void down(const fl_job *job, int expert, int pair, int tokens, int from, 
     for (int r = from; r < to; r++) row[r - from] = r;
     dots(job, &m, row, to - from, x, tokens, found);
     for (int t = 0; t < tokens; t++) {
+        if (job->weights) {
+            float *row = (float *)job->outputs + (size_t)(pair + t) * hidden + (size_t)from;
+            for (int r = 0; r < to - from; r++) row[r] = found[r][t];
+            continue;
+        }
         size_t at = (size_t)job->out_rows[pair + t] * hidden + (size_t)from;
         if (job->out_bf16)
             for (int r = 0; r < to - from; r++) ((uint16_t *)job->out)[at + (size_t)r] = to_bf16(found[r][t]);
@@ -308,7 +328,35 @@ static void down(const fl_job *job, int expert, int pair, int tokens, int from, 
     }
 }
 
+/* Columns from .. to of every token's weighted sum, as words that carry the tag. */
+static void sum(const fl_job *job, size_t from, size_t to) {
+    size_t hidden = (size_t)job->layout.hidden;
+    for (int t = 0; t < job->tokens; t++) {
+        float total[FL_SUMS] = {0};
+        int pairs = 0;
+        for (int p = 0; p < job->pairs; p++) {
+            if (job->x_rows[p] != t) continue;
+            const float *row = (const float *)job->outputs + (size_t)p * hidden + from;
+            float weight = job->weights[p];
+            for (size_t i = 0; i < to - from; i++) total[i] += weight * row[i];
+            pairs++;
+        }
+        uint64_t *out = (uint64_t *)job->out + (size_t)t * hidden + from;
+        for (size_t i = 0; pairs && i < to - from; i++) {
+            uint32_t pattern;
+            memcpy(&pattern, &total[i], sizeof pattern);
+            __atomic_store_n(out + i, (uint64_t)(uint32_t)job->tag << 32 | pattern, __ATOMIC_RELAXED);
+        }
+    }
+}
+
 void fl_job_run(const fl_job *job, int phase, int64_t from, int64_t to) {
+    if (phase == 2) {
+        size_t end = (size_t)to * FL_SUMS, hidden = (size_t)job->layout.hidden;
+        for (size_t at = (size_t)from * FL_SUMS; at < end && at < hidden; at += FL_SUMS)
+            sum(job, at, at + FL_SUMS < hidden ? at + FL_SUMS : hidden);
+        return;
+    }
     int rows = phase ? job->layout.hidden : job->layout.width, step = job->rows_per_unit[phase];
     for (int64_t unit = from; unit < to; unit++) {
         int expert = (int)(unit / job->units_per_expert[phase]);

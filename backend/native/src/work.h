@@ -1,4 +1,5 @@
-/* One layer-step in two phases: gate, up and activation of all experts, then their down projections. */
+/* One layer-step in phases: gate, up and activation of all experts, then their down projections, then, if they are
+ * weighted, sums of them. */
 #ifndef FORELOAD_WORK_H
 #define FORELOAD_WORK_H
 
@@ -6,20 +7,25 @@
 
 #include "native.h"
 
-/* A job's plan and buffers. Units are small blocks of rows of one expert, numbered over all experts of the job. */
+enum { FL_PHASES = 3 };
+
+/* A job's plan and buffers. Units are small blocks of rows of one expert, numbered over all experts of the job; those of
+ * sums are columns. */
 typedef struct {
     fl_layout layout;
     fl_choice choice;
-    int experts, pairs, out_bf16;
+    int experts, pairs, tokens, out_bf16, tag, phases;
     const void **blocks;
-    int32_t *first, *x_rows, *out_rows;
+    int32_t *first, *x_rows, *out_rows, *soon;
+    float *weights;
     void *out;
-    uint8_t *x, *middle;                 /* inputs of the two phases, one padded row each */
+    uint8_t *x, *middle;                 /* inputs of the first two phases, one padded row each */
+    uint8_t *outputs;                    /* fp32 [pairs, hidden], what sums are made of */
     size_t x_stride, middle_stride;      /* bytes of such a row */
-    int rows_per_unit[2];                /* rows of the phase's output that one unit computes */
-    int64_t units_per_expert[2], units[2];
-    int64_t grain[2];                    /* units a worker takes at a time */
-    size_t plan_room, x_room, middle_room;
+    int rows_per_unit[FL_PHASES];        /* rows of the phase's output that one unit computes */
+    int64_t units_per_expert[FL_PHASES], units[FL_PHASES];
+    int64_t grain[FL_PHASES];            /* units a worker takes at a time */
+    size_t plan_room, x_room, middle_room, outputs_room;
     void *plan;
 } fl_job;
 

@@ -62,15 +62,18 @@ build("attend_merge", attention.attend_merge, "fffbib", **merge)
 top = {"EXPERTS": 128, "EXPERTS_UP": 128, "K": 8, "K_UP": 8, "NORMALISE": True, "TELL": True}
 build("top_k", route.top_k, "flfii", 1, **top)
 build("replay_routes", route.replay_routes, "isflfi", 1, LAYER=3, LAYERS=48, K=8, K_UP=8, TELL=True)
-taken = {"WORDS": 36, "WORDS_UP": 64, "ITEMS": 9, "ITEMS_UP": 16, "WAIT": True, "FENCE": True}
-build("take_plan", route.take_plan, "iillllll", 1, **taken)
+turn = {"LAYER": 3, "LAYERS": 48}
+for rows in (1, 9):
+    taken = {"ITEMS": 8 * rows, "ITEMS_UP": 8 if rows == 1 else 128, "ENTRY": 4, "KINDS": 4, "WAIT": True, **turn}
+    build(f"take_plan {rows}", route.take_plan, "illll", 1, **taken)
+build("await_host", hold.await_host, "iil", 1, ITEMS=72, ITEMS_UP=128, **turn)
 guess = {"TABLE_ROWS": 1000, "FIRST": 3, "LAYERS": 48, "STORED": 16, "WIDTH": 8, "WIDTH_UP": 8}
 build("replay_predictions", route.replay_predictions, "isl", 1, **guess)
 told = {"IDS": 8, "IDS_UP": 8, "COLS": 1024, "FENCE": True}
-build("publish", route.publish, "ilbib", ELEMENTS=2048, ALONE=False, **told)
-build("publish ids", route.publish, "illii", ELEMENTS=0, ALONE=True, **told)
+build("publish", route.publish, "ilbfibf", ELEMENTS=2048, ALONE=False, **told)
+build("publish ids", route.publish, "illliii", ELEMENTS=0, ALONE=True, **told)
 build("plan_resident", route.plan_resident, "llll", LAYER=3, EXPERTS=128, N_ITEMS=72, ITEMS_UP=128, ENTRY=4)
-build("combine", experts.combine, "bfffliib", K=8, HIDDEN=2048, COLS=1024, HOST=True, FENCE=True)
+build("combine", experts.combine, "bffllib", K=8, HIDDEN=2048, COLS=256, HOST=True, **turn)
 build("stamp", hold.stamp, "l", 1)
 build("hold", hold.hold, "ll", 1)
 SIZE = 2880  # gpt-oss: no power of two

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foreload.backend.cuda.buffers import host_tensor
-from foreload.backend.cuda.kernels.ops import AttentionScratch, Ops, chunk_tokens, power_of_two
+from foreload.backend.cuda.kernels.ops import AttentionScratch, HostInputs, Ops, Turn, chunk_tokens, power_of_two
 from foreload.backend.cuda.kernels.torch_ops import TorchOps
 
 pytest.importorskip("triton")
@@ -167,17 +167,18 @@ def test_embed_replay_and_publish(generator: torch.Generator) -> None:
         predicted = torch.zeros(2, 2, 3, dtype=torch.int64, device=device)
         ops.replay_predictions(now, guesses.to(device), 1, predicted)
         words, more = (torch.zeros(count, dtype=torch.int32, device=device) for count in (4, 12))
-        rows = torch.zeros(2, 24, device=device)
-        ops.publish(now, ids, words, x, rows)
+        rows, host_weights = torch.zeros(2, 24, device=device), torch.zeros(2, 2, device=device)
+        ops.publish(now, ids, words, HostInputs((x, rows), (weights, host_weights)))
         ops.publish(now, predicted, more)
         assert torch.equal(told, words)
-        results.append([t.cpu() for t in (now, x, ids, weights, predicted, words, rows, more)])
+        results.append([t.cpu() for t in (now, x, ids, weights, predicted, words, rows, more, host_weights)])
     for expected, found in zip(*results, strict=True):
         assert torch.equal(found, expected)
-    now, x, ids, _, predicted, words, rows, more = results[1]
+    now, x, ids, weights, predicted, words, rows, more, host_weights = results[1]
     assert now.tolist() == [5, 70, 3]
     assert torch.equal(x, table[[8, 2]])
     assert torch.equal(rows, x)
+    assert torch.equal(host_weights, weights)
     assert torch.equal(ids, ids_table[3:5, 1].long())
     assert predicted[1].tolist() == guesses[1, 3:5, 2, :3].tolist()
     assert (words >> 16).tolist() == [5] * 4
@@ -187,24 +188,26 @@ def test_embed_replay_and_publish(generator: torch.Generator) -> None:
 
 @pytest.mark.unit
 @pytest.mark.parametrize("ops", [REFERENCE, OPS])
-def test_a_plan_is_taken_once_it_is_ready(ops: Ops) -> None:
-    """Only what is planned changes; without `ready` nothing is waited for, and without items none are taken."""
+def test_a_plan_is_taken_word_by_word(ops: Ops) -> None:
+    """Two resident experts, 40 bits of address among them, one of three items; an item of the host's; a later turn."""
     device = torch.device("cpu") if ops is REFERENCE else DEVICE
-    number, plan, listed = current(0).to(device), torch.arange(12).view(3, 4) + 5, torch.tensor([2, 0, 1])
-    on_host = torch.tensor([0, 1, 1])
-    host = [host_tensor(tuple(t.shape), t.dtype, device).copy_(t) for t in (plan, listed, on_host)]
-    here = [torch.full(size, -1, device=device) for size in ((4, 4), (5,), (5,))]
-    ready = host_tensor((1,), torch.int32, device)
-    ready[0] = int(number[0])
-    ops.take_plan(number, ready, *zip(host, here, strict=True))
-    assert here[0].tolist() == [*plan.tolist(), [-1] * 4]
-    assert here[1].tolist() == [2, 0, 1, -1, -1]
-    assert here[2].tolist() == [0, 1, 1, -1, -1]
-    host[0][0] = 77
-    ready[0] = 0
-    ops.take_plan(number, None, (host[0][:1], here[0]))
-    assert here[0].tolist() == [[77] * 4, *plan[1:].tolist(), [-1] * 4]
-    assert here[1].tolist() == [2, 0, 1, -1, -1]
+    now, layers, at = current(0).to(device), 48, 3
+    turn = (int(now[0]) * layers + at) << 32
+    address, item = 0xAB_9234_5678, [2, 0 | 1 << 31, 3, 1]
+    words = torch.tensor(
+        [[address & 0xFFFFFFFF, 0, 64, 0], [address >> 32, 0, 0, 0], [3 << 16 | 1, 0, 1 << 16 | 3, 0], item]
+    )
+    host = host_tensor((4, 4), torch.int64, device).copy_(words + turn)
+    here = [torch.full(size, -1, device=device) for size in ((4, 4), (4,), (4,))]
+    here[0].zero_()
+    ops.take_plan(host, *here, Turn(now, layers, at))
+    assert here[0].tolist() == [[address, 1, 3, 0], [0] * 4, [64, 3, 1, 0], [0] * 4]
+    assert here[1].tolist() == [2, 0, 3, 1]
+    assert here[2].tolist() == [1, 0, 0, 0]
+    ops.take_plan(host + (5 << 32), *here, Turn(now, layers, at))  # a later one's, as when all is let go
+    host[:3] = 0
+    ops.take_plan(host, *here, None)
+    assert not here[0].any()
 
 
 @pytest.mark.unit

@@ -11,7 +11,7 @@ from blocks import any_layout, random_blocks
 from torch import Tensor
 
 from foreload.backend.cuda.kernels.layout import FORMATS, BlockLayout, kernel_layout
-from foreload.backend.cuda.kernels.ops import ExpertBuffers, HostOutputs
+from foreload.backend.cuda.kernels.ops import ExpertBuffers, HostOutputs, Turn
 from foreload.backend.cuda.kernels.torch_ops import TorchOps
 from foreload.backend.experts.blocks import BlockCodec, run_expert
 from foreload.formats import FORMATS as PACKED_FORMATS
@@ -141,16 +141,23 @@ def test_empty_groups_write_nothing(generator: torch.Generator) -> None:
 def test_combine(on_host: bool, generator: torch.Generator) -> None:
     r = torch.randn(2, 40, generator=generator)
     weights = torch.rand(2, 3, generator=generator)
-    out, host = torch.randn(6, 40, generator=generator), torch.randn(6, 40, generator=generator)
-    there = torch.tensor([0, 1, 0, 0, 0, 1])
+    out, host = torch.randn(6, 40, generator=generator), torch.randn(2, 40, generator=generator)
+    there = torch.tensor([0, 1, 0, 0, 0, 0])
     if on_host:
         out[there == 1] = float("nan")  # what the CPU computed is not on the device
     expected, found = torch.empty_like(r), torch.empty_like(r, device=DEVICE)
-    number, done = torch.tensor([5, 0, 0], dtype=torch.int32), torch.tensor([6], dtype=torch.int32)
+    number, soon = torch.tensor([5, 0, 0], dtype=torch.int32), torch.tensor([5 * 48 + 3], dtype=torch.int32)
+    words = (host.view(torch.int32).long() & 0xFFFFFFFF) | (5 * 48 + 3) << 32
+    words[1] = 0  # of a token that has none there, never written
 
     def outputs(device: torch.device) -> HostOutputs | None:
-        return HostOutputs(*(t.to(device) for t in (host, there, done, number))) if on_host else None
+        sums, items, word, now = (t.to(device) for t in (words, there, soon, number))
+        return HostOutputs(sums, items, word, Turn(now, 48, 3)) if on_host else None
 
     TorchOps().combine(r, weights, out, expected, outputs(r.device))
     OPS.combine(*(t.to(DEVICE) for t in (r, weights, out)), found, outputs(DEVICE))
     torch.testing.assert_close(found.cpu(), expected)
+    if on_host:
+        mine = torch.where(there[:, None] != 0, 0, out).view(2, 3, 40)
+        total = (weights[..., None] * mine).sum(1) + host * torch.tensor([[1.0], [0.0]])
+        torch.testing.assert_close(expected, r + total)
