@@ -32,7 +32,7 @@ class HostMemory:
     out: Tensor  # int64 [rows, hidden], sums of what the CPU computed: a turn over the bits of a float32
     soon: Tensor  # int32 [1], the turn whose sums are there soon
     plan: Tensor  # int64 [PLANNED * items], the plan of a layer-step as `Ops.take_plan` reads it
-    waves: Tensor  # int64 [items, 1, ENTRY], the late experts, one each
+    waves: Tensor  # int64 [items, ENTRY], the late experts
 
     @classmethod
     def make(cls, shape: ModelShape, rows: int, guesses: int, dtype: torch.dtype, device: torch.device) -> HostMemory:
@@ -51,7 +51,7 @@ class HostMemory:
             out=make(torch.int64, rows, shape.hidden),
             soon=make(torch.int32, 1),
             plan=make(torch.int64, PLANNED * items),
-            waves=make(torch.int64, items, 1, ENTRY),
+            waves=make(torch.int64, items, ENTRY),
         )
 
     def release(self, turn: int) -> None:
@@ -82,6 +82,7 @@ class DeviceMemory:
     mid: Tensor  # float32 [items, width]
     out: Tensor  # float32 [items, hidden]
     plan: Tensor  # int64 [items, ENTRY], taken from the host or made here
+    waves: Tensor  # int64 [items, ENTRY], the late experts, from the host
     listed: Tensor  # int64 [items]
     on_host: Tensor  # int64 [items], whether an item's output is the host's
     scratch: AttentionScratch
@@ -113,6 +114,7 @@ class DeviceMemory:
             mid=make(full, items, shape.expert_width),
             out=make(full, items, shape.hidden),
             plan=make(number, items, ENTRY),
+            waves=make(number, items, ENTRY),
             listed=make(number, items),
             on_host=make(number, items),
             scratch=AttentionScratch.on(device, rows, shape.heads, shape.head_dim, context),
@@ -123,7 +125,7 @@ class DeviceMemory:
         items = rows * top_k
         by_row = ("x", "r", "base", "h", "qkv", "q", "mixed", "scores", "logits", "ids", "weights")
         guessed = ("guess_ids", "guess_weights")
-        by_item = ("mid", "out", "plan", "listed", "on_host")
+        by_item = ("mid", "out", "plan", "waves", "listed", "on_host")
         views = {name: getattr(self, name)[:rows] for name in (*by_row, *guessed)}
         views |= {name: getattr(self, name)[:items] for name in by_item}
         scratch = self.scratch

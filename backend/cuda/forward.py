@@ -110,6 +110,7 @@ class FastForward(Forward):
         self.behaviours = BEHAVIOURS
         self._programs: dict[tuple[int, Behaviour], Program] = {}
         self._waves: dict[BlockLayout, tuple[int, ...]] = {}
+        self._bring = 0
         self._resident_at: NDArray[np.int32] | None = None  # slots that the device's table of addresses shows
         self._stopwatch: CapturedStopwatch | None = None
         self._chunk_plans = ChunkPlans(self.decoder.device)
@@ -176,8 +177,7 @@ class FastForward(Forward):
 
     def _allocate(self, rows: int, behaviour: Behaviour) -> None:
         """Static memory for steps of up to `rows` rows; graphs of the old memory are given up."""
-        waves = [executable for of_layout in self._waves.values() for executable in of_layout]
-        for executable in (*waves, *(e for p in self._programs.values() for e in p.executables())):
+        for executable in (*self._late_graphs(), *(e for p in self._programs.values() for e in p.executables())):
             self._parts.capture.drop(executable)
         self._programs.clear()
         shape, device = self._shape, self.decoder.device
@@ -186,8 +186,16 @@ class FastForward(Forward):
             self._device = DeviceMemory.make(shape, rows, self.decoder.context_tokens, self._dtype, device)
             self._addresses = torch.zeros(shape.n_moe_layers, shape.experts, dtype=torch.int64, device=device)
         self._rows = rows
-        self._waves = make_waves(self._pieces(rows, behaviour), self._parts.capture)
-        self._step = StepArrays(self._host, shape, [self._waves[layout] for layout in self._parts.layouts])
+        pieces, capture = self._pieces(rows, behaviour), self._parts.capture
+        pieces.bring_waves()  # so that it is compiled
+        self._waves, self._bring = make_waves(pieces, capture), capture(pieces.bring_waves)
+        waves = [self._waves[layout] for layout in self._parts.layouts]
+        self._step = StepArrays(self._host, shape, waves, self._bring)
+
+    def _late_graphs(self) -> list[int]:
+        """Graphs of late experts."""
+        waves = [executable for of_layout in self._waves.values() for executable in of_layout]
+        return [*waves, self._bring] if waves else []
 
     def step_times(self, rows: int, repeats: int = 20) -> dict[str, float]:
         """Median device microseconds of each graph of a step of `rows` rows alone, at the position of the step before.

@@ -52,7 +52,7 @@ class CStep(ctypes.Structure):
         ("late", ctypes.c_int64),
         *_pointers("used"),
         ("n_used", ctypes.c_int64),
-        *_pointers("next"),
+        *_pointers("next", "bring"),
     ]
 
 

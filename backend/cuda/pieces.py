@@ -242,8 +242,11 @@ class Pieces:
     def wave(self, number: int, layout: BlockLayout) -> None:
         """One late expert, whose items the plan lists. Works for steps of any number of rows: its entry says which."""
         m = self.m
-        self._ops.bring(self.host.waves[number], m.plan[:1])
-        self._experts(layout, ExpertBuffers(m.plan[:1], m.listed, m.mid, m.out))
+        self._experts(layout, ExpertBuffers(m.waves[number : number + 1], m.listed, m.mid, m.out))
+
+    def bring_waves(self) -> None:
+        """The entries of late experts come to the device, so that none of them waits for its own behind its copy."""
+        self._ops.bring(self.host.waves, self.m.waves)
 
     def resident(self, at: int, addresses: Tensor) -> None:
         """All experts of a layer whose experts are all resident, by the table of addresses int64 [layers, experts]."""

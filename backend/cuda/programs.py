@@ -133,7 +133,7 @@ def make_program(pieces: Pieces, addresses: Tensor, decoder: Decoder, capture: C
 
 def make_waves(pieces: Pieces, capture: Capture) -> dict[BlockLayout, tuple[int, ...]]:
     """Per layout of blocks, one graph per late expert of a layer-step, for steps of up to `pieces.rows` rows."""
-    pieces.host.waves.zero_()
+    pieces.m.waves.zero_()
     found = {}
     for layout in dict.fromkeys(pieces.layouts):
         pieces.wave(0, layout)

@@ -21,8 +21,8 @@ from foreload.shape import ModelShape
 class StepArrays:
     """Arrays over static memory of the host, made once; `number` is the running step's."""
 
-    def __init__(self, host: HostMemory, shape: ModelShape, waves: Sequence[tuple[int, ...]]) -> None:
-        """`waves`: of each layer, the graphs of its late experts."""
+    def __init__(self, host: HostMemory, shape: ModelShape, waves: Sequence[tuple[int, ...]], bring: int) -> None:
+        """`waves`: of each layer, the graphs of its late experts; `bring`: the one that brings their plan."""
         layers, items = shape.n_moe_layers, len(host.waves)
         self.number = 0
         self.given, self.words, self.guesses = host.given.numpy(), host.words.numpy(), host.guesses.numpy()
@@ -33,7 +33,8 @@ class StepArrays:
         self._used, self._late = np.zeros(items, np.int32), np.zeros((3, items), np.int64)
         keys, firsts, counts = (row.ctypes.data for row in self._late)
         self._c = CStep(
-            plan=host.waves.data_ptr(), keys=keys, firsts=firsts, counts=counts, used=self._used.ctypes.data
+            plan=host.waves.data_ptr(), keys=keys, firsts=firsts, counts=counts, used=self._used.ctypes.data,
+            bring=bring,
         )  # fmt: skip
         self._work, self._pairs = CWork(), [np.zeros(items + 1, np.int32) for _ in range(2)]
         self._weights, self._blocks = np.zeros(items, np.float32), np.zeros(items, np.int64)

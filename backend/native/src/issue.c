@@ -385,15 +385,23 @@ int64_t fc_computed(fc_link *link, fl_pool *pool, int64_t ticket, int64_t span[2
     return link->error;
 }
 
-/* Wait until one of the late experts that are not `taken` is issued; its number, and its slot. -1: error. */
-static int64_t next_late(fc_link *link, const fc_step *step, const uint8_t *taken, int64_t *slot) {
-    for (;;) {
+/* Wait until late experts beyond the first `found` are issued; enter all that are, in link order, into the plan and their
+ * slots into `late`. How many there are now; `found` if the link has met an error. */
+static int64_t more_late(fc_link *link, const fc_step *step, uint8_t *taken, int32_t *late, int64_t found) {
+    for (int64_t before = found;;) {
         pthread_mutex_lock(&link->lock);
         kick(link);
-        int64_t i = link->error ? -1 : first_issued(link, step->keys, step->late, taken);
-        if (i >= 0) *slot = link->brain.slot[step->keys[i]];
+        int64_t i;
+        while (!link->error && (i = first_issued(link, step->keys, step->late, taken)) >= 0) {
+            int64_t *entry = step->plan + found * FC_ENTRY;
+            taken[i] = 1;
+            late[found] = link->brain.slot[step->keys[i]];
+            entry[0] = link->memory.targets[late[found++]];
+            entry[1] = step->firsts[i];
+            entry[2] = step->counts[i];
+        }
         pthread_mutex_unlock(&link->lock);
-        if (i >= 0 || link->error) return i;
+        if (found > before || link->error) return link->error ? before : found;
         pause_a_little(link);
     }
 }
@@ -404,16 +412,13 @@ int64_t fc_run(fc_link *link, const fc_step *step) {
     if (step->late > FC_MOST_LATE) return FC_TOO_MANY;
     memset(taken, 0, sizeof taken);
     if (step->resident) failed(link, link->rt.graph_launch(step->resident, step->compute));
-    for (int64_t wave = 0; wave < step->late && !link->error; wave++) {
-        int64_t slot = 0, i = next_late(link, step, taken, &slot);
-        if (i < 0) break;
-        taken[i] = 1;
-        late[wave] = (int32_t)slot;
-        int64_t *entry = step->plan + wave * FC_ENTRY;
-        entry[1] = step->firsts[i];
-        entry[2] = step->counts[i];
-        entry[0] = link->memory.targets[slot];
-        failed(link, link->rt.stream_wait_event(step->compute, link->copied[slot], 0));
+    for (int64_t wave = 0, found = 0; wave < step->late && !link->error; wave++) {
+        if (wave == found) {
+            found = more_late(link, step, taken, late, found);
+            if (wave == found) break;
+            failed(link, link->rt.graph_launch(step->bring, step->compute));
+        }
+        failed(link, link->rt.stream_wait_event(step->compute, link->copied[late[wave]], 0));
         failed(link, link->rt.graph_launch(step->waves[wave], step->compute));
     }
     if (!link->error && step->n_used + step->late) {

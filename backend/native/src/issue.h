@@ -59,12 +59,13 @@ typedef struct {
 typedef struct {
     void *compute, *resident;
     void *const *waves; /* [late] graphs that run the plan entry of their number */
-    int64_t *plan;      /* [late, FC_ENTRY], written before the launch */
+    int64_t *plan;      /* [late, FC_ENTRY], written before it is brought */
     const int64_t *keys, *firsts, *counts; /* [late] */
     int64_t late;
     const int32_t *used; /* slots the resident launch reads */
     int64_t n_used;
     void *next; /* what to launch behind the experts; NULL: nothing */
+    void *bring; /* the graph that brings the plan to the device, before anything waits for a copy */
 } fc_step;
 
 typedef struct fc_link fc_link;

@@ -152,23 +152,28 @@ def test_a_copy_waits_for_the_kernels_that_read_its_slot(bench: Bench) -> None:
 
 @pytest.mark.unit
 def test_late_experts_run_behind_their_copies_in_link_order(bench: Bench) -> None:
-    """One launch each, in the order of the link, then what follows; the device may be as late as it likes."""
+    """One launch each, in the order of the link, then what follows; the device may be as late as it likes.
+
+    What they are told comes to the device before any of them waits.
+    """
     seen: list[tuple[int, ...]] = []
-    plan = np.zeros((3, 1, 4), np.int64)
+    plan, here = np.zeros((3, 4), np.int64), np.zeros((3, 4), np.int64)
 
     def wave(number: int) -> None:
-        address, first, count, _ = plan[number, 0]
+        address, first, count, _ = here[number]
         slot = (address - int(bench.targets[0])) // BYTES
         seen.append((int(bench.slots[slot][0]), first, count))
 
     waves = np.array([bench.device(lambda n=n: wave(n)) for n in range(3)], np.uint64)  # type: ignore[misc]
-    then = bench.device(lambda: seen.append((-1,)))
+    then, bring = bench.device(lambda: seen.append((-1,))), bench.device(lambda: np.copyto(here, plan))
     bench.begin(0, 1, 4)
     late = np.array([[4, 1], [0, 1], [1, 3]], np.int64)
-    step = CStep(waves=waves.ctypes.data, plan=plan.ctypes.data, late=2, next=then)
+    step = CStep(waves=waves.ctypes.data, plan=plan.ctypes.data, late=2, next=then, bring=bring)
     step.keys, step.firsts, step.counts = (row.ctypes.data for row in late)
     bench.issuer.run(step)
     assert seen == []
+    assert bench.device.advance(0)
+    assert here.any()
     assert bench.device.advance(0) is False, "kernels wait for the copies"
     bench.run()
     assert seen == [(1, 1, 3), (4, 0, 1), (-1,)]
@@ -186,14 +191,15 @@ def test_more_late_experts_than_the_window(shape: ModelShape) -> None:
     issuer = Issuer(library, device.functions)
     copies = NativeCopies(bench.brain, issuer, calls, bench.copies._find_blocks)
     ran: list[int] = []
-    plan = np.zeros((6, 1, 4), np.int64)
-    waves = np.array([device(lambda n=n: ran.append(n)) for n in range(6)], np.uint64)  # type: ignore[misc]
+    plan, here = np.zeros((6, 4), np.int64), np.zeros((6, 4), np.int64)
+    waves = np.array([device(lambda n=n: ran.append(int(here[n, 1]))) for n in range(6)], np.uint64)  # type: ignore[misc]
+    bring = device(lambda: np.copyto(here, plan))
     experts = np.array([0, 2, 3, 5, 6, 7], np.int32)
     with copies.lock:
         bench.brain.begin(0, experts, np.ones(6, np.int32))
         copies.kick()
     late = np.array([experts, range(6), np.ones(6)]).astype(np.int64)
-    step = CStep(waves=waves.ctypes.data, plan=plan.ctypes.data, late=6)
+    step = CStep(waves=waves.ctypes.data, plan=plan.ctypes.data, late=6, bring=bring)
     step.keys, step.firsts, step.counts = (row.ctypes.data for row in late)
     issuer.run(step)
     copies.wait_landed(late[0].tolist())
