@@ -72,6 +72,7 @@ class Host(NamedTuple):
     guesses: NDArray[np.int32]  # [L, words]
     weights: NDArray[np.float32]  # [items] as the device tells them
     plan: NDArray[np.int64]  # [PLANNED * items]
+    on_host: NDArray[np.int64]  # [items], scratch
     targets: NDArray[np.int64]  # [slots] device addresses
     used: NDArray[np.int32]  # [items] slots
     late: NDArray[np.int64]  # [3, items]: keys, firsts, counts
@@ -257,7 +258,7 @@ def run_layers(
         turn = step.number * layers + at
         n_used, n_late = write_plan(
             experts, counts, h.places[:items], actions, at * state.status.shape[1], state.slot[at], h.targets,
-            turn, h.plan, h.used, h.late,
+            turn, h.plan, h.on_host[: step.rows * step.top_k], h.used, h.late,
         )  # fmt: skip
         t[PLANNED] = _call(n.now, (0,))
         ticket = _submit(n, h, step, at, distinct, turn)

@@ -85,17 +85,19 @@ def write_plan(
     targets: NDArray[np.int64],
     turn: int,
     plan: NDArray[np.int64],
+    on_host: NDArray[np.int64],
     used: NDArray[np.int32],
     late: NDArray[np.int64],
 ) -> tuple[int, int]:
-    """Enter a demand (experts [d], counts [d], places [items], actions [d]) into the plan [4 items] of this `turn`.
+    """Enter a demand (experts [d], counts [d], places, actions [d]) into the plan [4, items] of this `turn`.
 
-    slots [E]: this layer's; targets [slots] addresses. Each word is written once, as `Ops.take_plan` reads it. Writes
-    the slots of resident experts to `used`, and key, first item and items of those that come later to the three rows of
-    `late`. Returns how many there are of both.
+    slots [E]: this layer's; targets [slots] addresses; on_host [items] is scratch. Each word of the plan is written
+    once, as `Ops.take_plan` reads it, also where the demand has fewer places than there are items. Writes the slots of
+    resident experts to `used`, and key, first item and items of those that come later to the three rows of `late`.
+    Returns how many there are of both.
     """
-    items, n_used, n_late, first = len(places), 0, 0, 0
-    tag = turn << 32
+    items, tag, n_used, n_late, first = len(on_host), turn << 32, 0, 0, 0
+    on_host[:] = 0
     for i in range(items):
         address, span = 0, 0
         if i < len(experts):
@@ -105,14 +107,16 @@ def write_plan(
                 address, span = targets[slot], count << 16 | first
                 used[n_used] = slot
                 n_used += 1
-            elif actions[i] != ACT_CPU:
+            elif actions[i] == ACT_CPU:
+                for at in range(first, first + count):
+                    on_host[places[at]] = 1
+            else:
                 late[0, n_late], late[1, n_late], late[2, n_late] = first_key + experts[i], first, count
                 n_late += 1
-            for at in range(first, first + count):
-                host = 1 << 31 if actions[i] == ACT_CPU else 0
-                plan[3 * items + at] = tag | host | places[at]
             first += count
         plan[i] = tag | (address & 0xFFFFFFFF)
         plan[items + i] = tag | (address >> 32)
         plan[2 * items + i] = tag | span
+    for i in range(items):
+        plan[3 * items + i] = tag | on_host[i] << 31 | (places[i] if i < len(places) else 0)
     return n_used, n_late

@@ -60,6 +60,7 @@ class StepArrays:
             guesses=self.guesses,
             weights=m.weights.view(-1).numpy(),
             plan=m.plan.numpy(),
+            on_host=np.zeros(items, np.int64),
             targets=targets,
             used=self._used,
             late=self._late,

@@ -209,8 +209,8 @@ class Ops(ABC):
         """A plan from host memory: int64 [groups, ENTRY], the items it lists and whether an item is the host's [items].
 
         words int64 [PLANNED, items]: of entry i the lower and the upper half of the address, and its first item with,
-        16 bits up, how many it has; of place i the item that is listed there with, at bit 31, whether it is the host's.
-        Each is a turn over 32 bits; with `turn` that one is waited for.
+        16 bits up, how many it has; of place i the item that is listed there with, at bit 31, whether item i is the
+        host's. Each is a turn over 32 bits; with `turn` that one is waited for.
         """
 
     @abstractmethod

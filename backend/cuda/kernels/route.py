@@ -175,7 +175,7 @@ def take_plan(
     tl.store(plan + it * ENTRY + 1, found & 0xFFFF, mask=inside & (kind == 2))
     tl.store(plan + it * ENTRY + 2, found >> 16, mask=inside & (kind == 2))
     tl.store(items + it, found & 0x7FFFFFFF, mask=inside & (kind == 3))
-    tl.store(on_host + (found & 0x7FFFFFFF), found >> 31, mask=inside & (kind == 3))
+    tl.store(on_host + it, found >> 31, mask=inside & (kind == 3))
 
 
 @triton.jit(do_not_specialize=["LAYER", "N_ITEMS"])

@@ -193,7 +193,7 @@ class TorchOps(Ops):
         low, high, span, item = _values(words, turn)
         plan[:, 0], plan[:, 1], plan[:, 2] = high << 32 | low, span & 0xFFFF, span >> 16
         listed.copy_(item & 0x7FFFFFFF)
-        on_host[listed] = item >> 31
+        on_host.copy_(item >> 31)
 
     def plan_resident(self, ids: Tensor, addresses: Tensor, layer: int, plan: Tensor, listed: Tensor) -> None:  # noqa: D102
         flat, at = ids.reshape(-1).tolist(), 0

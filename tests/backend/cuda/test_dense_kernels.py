@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -11,6 +12,8 @@ from torch import Tensor
 from foreload.backend.cuda.buffers import host_tensor
 from foreload.backend.cuda.kernels.ops import AttentionScratch, HostInputs, Ops, Turn, chunk_tokens, power_of_two
 from foreload.backend.cuda.kernels.torch_ops import TorchOps
+from foreload.backend.cuda.plan import write_plan
+from foreload.backend.policy.step import ACT_CPU, ACT_HIT
 
 pytest.importorskip("triton")
 from foreload.backend.cuda.kernels.triton_ops import TritonOps
@@ -203,11 +206,34 @@ def test_a_plan_is_taken_word_by_word(ops: Ops) -> None:
     ops.take_plan(host, *here, Turn(now, layers, at))
     assert here[0].tolist() == [[address, 1, 3, 0], [0] * 4, [64, 3, 1, 0], [0] * 4]
     assert here[1].tolist() == [2, 0, 3, 1]
-    assert here[2].tolist() == [1, 0, 0, 0]
+    assert here[2].tolist() == [0, 1, 0, 0]
     ops.take_plan(host + (5 << 32), *here, Turn(now, layers, at))  # a later one's, as when all is let go
     host[:3] = 0
     ops.take_plan(host, *here, None)
     assert not here[0].any()
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("places", [[2, 0, 3, 1], [3, 1]])
+def test_a_plan_that_is_written_is_taken(places: list[int]) -> None:
+    """Also one of fewer places than there are items, as probes have it: the others are told of too, as nobody's."""
+    experts, counts = np.array([4, 6], np.int32), np.array([len(places) - 1, 1], np.int32)
+    actions, slots = np.array([ACT_CPU, ACT_HIT], np.int8), np.arange(8, dtype=np.int32)
+    targets, now = 2**40 + 512 * np.arange(8), current(0)
+    words, used, late = np.zeros(16, np.int64), np.zeros(4, np.int32), np.zeros((3, 4), np.int64)
+    turn = Turn(now, 48, 3)
+    found = write_plan(
+        experts, counts, np.array(places), actions, 0, slots, targets, int(now[0]) * 48 + 3,
+        words, np.ones(4, np.int64), used, late,
+    )  # fmt: skip
+    assert found == (1, 0)
+    assert used[0] == 6
+    here = [torch.full(size, -1) for size in ((4, 4), (4,), (4,))]
+    here[0].zero_()
+    REFERENCE.take_plan(torch.from_numpy(words).view(4, 4), *here, turn)
+    assert here[0].tolist() == [[0] * 4, [2**40 + 512 * 6, len(places) - 1, 1, 0], [0] * 4, [0] * 4]
+    assert here[1].tolist() == [*places, *[0] * (4 - len(places))]
+    assert here[2].tolist() == [int(item in places[:-1]) for item in range(4)]
 
 
 @pytest.mark.unit
