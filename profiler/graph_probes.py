@@ -28,8 +28,8 @@ from foreload.settings import MAX_PREFETCH_DEPTH, Settings
 class Basis:
     """Medians that other probes subtract, in microseconds."""
 
-    enter_us: float = 0.0  # E, at CONTEXT, nothing predicted; set by `entering`
-    latency_us: float = 0.0  # set by `resident`
+    enter_us: float = 0.0  # E, at CONTEXT, nothing predicted; set by `blocks`, as the next is
+    latency_us: float = 0.0
     turn_us: float = 0.0  # from deciding on k residents until the next layer has told
 
 
@@ -45,16 +45,20 @@ def enter_us(bench: GraphBench, effort: Effort, rows: int = 1, context: int = CO
     return each
 
 
-def entering(bench: GraphBench, effort: Effort, basis: Basis) -> Iterator[Measurement]:
-    """`attention` by context; sets the basis."""
-    bench.stage("fetch")
+def blocks(bench: GraphBench, effort: Effort, basis: Basis) -> Iterator[Measurement]:
+    """What every step is made of: `attention` by context, and what `resident` gives; sets the basis."""
+    stage = bench.stage("fetch")
     contexts = {CONTEXT, *(context for context in effort.contexts if context <= bench.decoder.context_tokens)}
     launch = _launch_us(bench, effort)
-    for context in sorted(contexts):
-        each = enter_us(bench, effort, context=context)
+    entered = {context: enter_us(bench, effort, context=context) for context in sorted(contexts)}
+    turns, steps = _turns_by_experts(bench, effort, stage)
+    # Steps are what counts: where graphs that follow each other have waited for their launches, in steps they do not.
+    found = median(entered[CONTEXT])
+    basis.enter_us = min([found, *(median(samples) for samples in turns.values() if samples)])
+    for context, samples in entered.items():
+        each = [max(0.0, us - found + basis.enter_us) for us in samples]
         yield summarise_device("attention", launch, each, context=context)
-        if context == CONTEXT:
-            basis.enter_us = median(each)
+    yield from resident(bench, effort, basis, turns, steps)
 
 
 def _launch_us(bench: GraphBench, effort: Effort) -> list[float]:
@@ -65,9 +69,11 @@ def _launch_us(bench: GraphBench, effort: Effort) -> list[float]:
     return [times.host["experts_gpu"] for step in steps[1:] for times in step.layers]
 
 
-def resident(bench: GraphBench, effort: Effort, basis: Basis) -> Iterator[Measurement]:
-    """`launch`; the host's blocks and the experts of steps that miss nothing, by how many; the step's ends."""
-    stage, k, layers = bench.stage("fetch"), bench.shape.top_k, bench.shape.n_moe_layers
+def _turns_by_experts(
+    bench: GraphBench, effort: Effort, stage: Stage
+) -> tuple[dict[int, list[float]], list[tuple[int, StepTimes]]]:
+    """Steps that miss nothing, with the last layer's number of experts, and their turns by how many a layer has."""
+    k, layers = bench.shape.top_k, bench.shape.n_moe_layers
     turns: dict[int, list[float]] = {count: [] for count in range(1, k + 1)}
     steps: list[tuple[int, StepTimes]] = []
     for turn in in_time(effort.rounds * k, effort.seconds * 2):
@@ -77,11 +83,24 @@ def resident(bench: GraphBench, effort: Effort, basis: Basis) -> Iterator[Measur
             continue
         steps.append((counts[-1], step))
         for layer, count in enumerate(counts[:-1]):
-            turns[count].append(max(0.0, step.turn_us(layer) - basis.enter_us))
-    fewest = next((samples for samples in turns.values() if samples), [0.0])
+            turns[count].append(step.turn_us(layer))
+    return turns, steps
+
+
+def resident(
+    bench: GraphBench,
+    effort: Effort,
+    basis: Basis,
+    turns: dict[int, list[float]],
+    steps: list[tuple[int, StepTimes]],
+) -> Iterator[Measurement]:
+    """`launch`; the host's blocks and the experts of steps that miss nothing, by how many; the step's ends."""
+    layers = bench.shape.n_moe_layers
+    beyond = {count: [max(0.0, us - basis.enter_us) for us in samples] for count, samples in turns.items()}
+    fewest = next((samples for samples in beyond.values() if samples), [0.0])
     basis.latency_us = median(fewest)
     yield summarise("launch", fewest)
-    experts = {count: [max(0.0, us - basis.latency_us) for us in samples] for count, samples in turns.items()}
+    experts = {count: [max(0.0, us - basis.latency_us) for us in samples] for count, samples in beyond.items()}
     for count, samples in experts.items():
         if samples:
             yield summarise_device("experts_gpu", [0.0], samples, experts=count)

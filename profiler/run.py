@@ -98,28 +98,24 @@ def _graphs(engine: Engine, effort: probes.Effort) -> tuple[Bench, Groups]:
     """
     bench, basis = GraphBench(engine), graph_probes.Basis()
 
-    def blocks(basis: graph_probes.Basis) -> Iterator[Measurement]:
-        yield from graph_probes.entering(bench, effort, basis)
-        yield from graph_probes.resident(bench, effort, basis)
-
     def windows_of() -> Iterator[Measurement]:
         yield from graph_windows.resident_windows(bench, effort, basis)
         yield from graph_windows.cpu_windows(bench, effort)
         yield from windows.drafts(bench, effort.rounds)
 
     return bench, (
-        ("decode blocks", lambda: blocks(basis)),
+        ("decode blocks", lambda: graph_probes.blocks(bench, effort, basis)),
         ("copies", lambda: graph_probes.copies(bench, effort, basis)),
         ("copies beside decoding", lambda: graph_probes.company(bench, effort, basis)),
         (ON_CPU, lambda: graph_cpu.cpu_experts(bench, effort)),
         ("predictions", lambda: graph_probes.variants(bench, effort, basis)),
         ("prefill", lambda: probes.prefill(bench, effort)),
         ("verify steps", windows_of),
-        ("decode blocks, again", lambda: blocks(graph_probes.Basis())),
+        ("decode blocks, again", lambda: graph_probes.blocks(bench, effort, graph_probes.Basis())),
         (f"{ON_CPU}, again", lambda: graph_cpu.cpu_experts(bench, effort)),
         ("link", lambda: probes.sizes(bench, effort)),
         ("formats", lambda: by_format(bench, effort.rounds, probes.thread_counts(), effort.seconds / 4)),
-        ("decode blocks, once more", lambda: blocks(graph_probes.Basis())),
+        ("decode blocks, once more", lambda: graph_probes.blocks(bench, effort, graph_probes.Basis())),
         (f"{ON_CPU}, once more", lambda: graph_cpu.cpu_experts(bench, effort)),
     )
 
