@@ -8,6 +8,7 @@ that have them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -28,8 +29,8 @@ from foreload.settings import MAX_PREFETCH_DEPTH, Settings
 class Basis:
     """Medians that other probes subtract, in microseconds."""
 
-    enter_us: float = 0.0  # E, at CONTEXT, nothing predicted; set by `blocks`, as the next is
-    latency_us: float = 0.0
+    enter_us: float = math.inf  # E, at CONTEXT, nothing predicted: the least that `blocks` has found
+    latency_us: float = 0.0  # set by `blocks`
     turn_us: float = 0.0  # from deciding on k residents until the next layer has told
 
 
@@ -52,9 +53,10 @@ def blocks(bench: GraphBench, effort: Effort, basis: Basis) -> Iterator[Measurem
     launch = _launch_us(bench, effort)
     entered = {context: enter_us(bench, effort, context=context) for context in sorted(contexts)}
     turns, steps = _turns_by_experts(bench, effort, stage)
-    # Steps are what counts: where graphs that follow each other have waited for their launches, in steps they do not.
+    # Graphs that follow each other may wait for their launches, in steps they do not: then E is what it was before, or
+    # no more than a turn, and the latency is the rest of one.
     found = median(entered[CONTEXT])
-    basis.enter_us = min([found, *(median(samples) for samples in turns.values() if samples)])
+    basis.enter_us = min([basis.enter_us, found, *(median(samples) for samples in turns.values() if samples)])
     for context, samples in entered.items():
         each = [max(0.0, us - found + basis.enter_us) for us in samples]
         yield summarise_device("attention", launch, each, context=context)

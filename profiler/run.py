@@ -111,11 +111,11 @@ def _graphs(engine: Engine, effort: probes.Effort) -> tuple[Bench, Groups]:
         ("predictions", lambda: graph_probes.variants(bench, effort, basis)),
         ("prefill", lambda: probes.prefill(bench, effort)),
         ("verify steps", windows_of),
-        ("decode blocks, again", lambda: graph_probes.blocks(bench, effort, graph_probes.Basis())),
+        ("decode blocks, again", lambda: graph_probes.blocks(bench, effort, basis)),
         (f"{ON_CPU}, again", lambda: graph_cpu.cpu_experts(bench, effort)),
         ("link", lambda: probes.sizes(bench, effort)),
         ("formats", lambda: by_format(bench, effort.rounds, probes.thread_counts(), effort.seconds / 4)),
-        ("decode blocks, once more", lambda: graph_probes.blocks(bench, effort, graph_probes.Basis())),
+        ("decode blocks, once more", lambda: graph_probes.blocks(bench, effort, basis)),
         (f"{ON_CPU}, once more", lambda: graph_cpu.cpu_experts(bench, effort)),
     )
 
