@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.workloads import ACCEPTED, drafted_by
+from benchmarks.workloads import ACCEPTED, decode_rows, drafted_by, uses
 from foreload.backend.cuda.forward import FastForward
 from foreload.backend.engine import Engine
 from foreload.backend.generation import DecodeStep
@@ -117,11 +117,19 @@ class Routings:
             self._made[key] = Replay(trace, shape, self._engine.device)
         return self._made[key]
 
+    def start(self, cell: Cell) -> NDArray[np.int64] | None:
+        """What residents that stay are chosen by: the rows of the recording that the cell does not reach."""
+        if cell.settings.eviction != "static":
+            return None
+        rest = decode_rows(self._traces[cell.routing]).experts[cell.needs * (cell.gamma + 1) :]
+        return uses(rest, self._engine.shape.experts)
+
 
 def run_cell(engine: Engine, cell: Cell, routings: Routings) -> None:
     """One repeat of a cell, from an empty cache."""
     begun, recorded = time.monotonic(), routings.of(cell)
     with engine.replaying(recorded):
+        engine.warm_by(routings.start(cell))
         engine.apply(cell.settings)
         ttft = first_token_ms(engine, cell.prompt) if cell.prompt and not cell.runs else None
         engine.reset_cache()

@@ -61,7 +61,7 @@ def graph_profile() -> HardwareProfile:
     def add(probe: str, us: float, gpu_us: float = 0.0, **at: int) -> None:
         points.append(Measurement(probe=probe, at=at, p50_us=us, p95_us=us, gpu_us=gpu_us, repeats=1, source="assumed"))
 
-    for name in ("launch", "embed", "finish", "issue", "late", "wait", "copy_start", "submit", "upload"):
+    for name in ("launch", "embed", "finish", "issue", "late", "wait", "copy_start", "submit"):
         add(name, 4.0)
     for name in ("head", "enter_cpu", "replayed"):
         add(name, 2.0, 20.0)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.workloads import uses
 from foreload.backend.cuda.forward import FastForward
 from foreload.backend.engine import Engine
 from foreload.backend.policy import Counter
@@ -82,7 +83,7 @@ def workload(trace: Trace, shape: ModelShape, context: int, lengths: Lengths, ga
     layers ahead, those of one.
     """
     trace = without_windows(of_shape(trace, shape))
-    counts = np.stack([np.bincount(trace.experts[:, at].ravel(), minlength=shape.experts) for at in _layers(shape)])
+    counts = uses(trace.experts, shape.experts)
     decoded = trace.phase != PREFILL
     longest = max(trace.requests(), key=lambda n: int((decoded & (trace.request == n)).sum()))
     text = trace.take(np.flatnonzero(decoded & (trace.request == longest)))
@@ -98,11 +99,7 @@ def workload(trace: Trace, shape: ModelShape, context: int, lengths: Lengths, ga
     needed = min(len(starts) - 1, warm + steps)
     text = text.take(slice(0, int(starts[needed])))
     text = replace(text, position=text.position - text.position[0] + context)
-    return Workload(text, context, min(warm, needed - 1), counts.astype(np.int64))
-
-
-def _layers(shape: ModelShape) -> range:
-    return range(shape.n_moe_layers)
+    return Workload(text, context, min(warm, needed - 1), counts)
 
 
 @dataclass(frozen=True)

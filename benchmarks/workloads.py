@@ -70,8 +70,8 @@ class Workload:
         recorded: Mapping[int, Trace] | None = None,
     ) -> None:
         self.name, self.shape, self.warm, self.tokens = name, shape, warm, tokens
-        self.recorded = {g: _decode_rows(of_shape(one, shape)) for g, one in (recorded or {}).items()}
-        whole = without_windows(_decode_rows(of_shape(trace, shape)))
+        self.recorded = {g: decode_rows(of_shape(one, shape)) for g, one in (recorded or {}).items()}
+        whole = without_windows(decode_rows(of_shape(trace, shape)))
         if whole.rows < warm + tokens + 1:
             raise UsageError(f"trace: {name} has {whole.rows} decode tokens, {warm + tokens + 1} are needed")
         self.source = f"{trace.meta.model}: {trace.meta.source}"
@@ -81,11 +81,7 @@ class Workload:
     @property
     def start(self) -> NDArray[np.int64]:
         """Uses of each expert [MoE layers, experts] after the stretch, by which caches start; 1 token each without."""
-        rest = self._whole.experts[self._stretch.stop :]
-        counts = np.zeros((self.shape.n_moe_layers, self.shape.experts), np.int64)
-        for layer in range(self.shape.n_moe_layers):
-            counts[layer] = np.bincount(rest[:, layer].reshape(-1), minlength=self.shape.experts)
-        return counts
+        return uses(self._whole.experts[self._stretch.stop :], self.shape.experts)
 
     def rest(self, tokens: int) -> Trace:
         """The first `tokens` tokens after the stretch, with the gate's predictions alone: what a tuner may see."""
@@ -166,7 +162,12 @@ def drafted_by(trace: Trace, draft: Draft) -> Trace:
     return replace(trace, meta=trace.meta.model_copy(update={"sampling": {**trace.meta.sampling, **fields, **model}}))
 
 
-def _decode_rows(trace: Trace) -> Trace:
+def uses(routed: NDArray[np.integer], experts: int) -> NDArray[np.int64]:
+    """How often each expert was routed to [layers, experts], of routed [rows, layers, k]."""
+    return np.stack([np.bincount(routed[:, at].ravel(), minlength=experts) for at in range(routed.shape[1])])
+
+
+def decode_rows(trace: Trace) -> Trace:
     """The decode rows of the first request."""
     mine = (trace.request == trace.requests()[0]) & (trace.phase != PREFILL)
     return trace.take(np.flatnonzero(mine))

@@ -51,7 +51,6 @@ def alone(bench: GraphBench, effort: Effort, threads: int) -> Iterator[Measureme
     yield summarise("after_cpu", after or [t.host["plan"] + t.host["finish"] for t in every], threads=threads)
     if threads == max(thread_counts()):
         yield summarise("submit", [t.host["submit"] for t in every])
-        yield summarise("upload", [t.host["upload"] for t in every])
     yield from _asleep(bench, effort, threads)
 
 

@@ -69,7 +69,6 @@ and after_wait at other waits than measured, and these are other or more; the ot
     gpu_beside_copy copies                    entering and k resident experts, without copies (0), beside some (1)
     gpu_behind_cpu  copies, threads           from the end of CPU experts until the next layer has told, likewise
     submit                                    handing experts to the CPU
-    upload                                    telling the device that their outputs are there
     cpu_asleep      threads, idle_us          what CPU experts take longer after so long a rest
     window_whole    tokens                    a step of one launch over so many tokens
 

@@ -19,8 +19,7 @@ class HostCosts:
 
     issue_ns: int  # each copy issued
     late_ns: int  # launching an expert behind its copy
-    submit_ns: int  # handing experts to the CPU, and
-    upload_ns: int  # telling the device that their outputs are there
+    submit_ns: int  # handing experts to the CPU
 
 
 class GraphCosts:
@@ -29,8 +28,8 @@ class GraphCosts:
     def __init__(self, costs: CostModel, settings: Settings) -> None:
         self._costs, self._settings = costs, settings
         self.on_cpu = settings.miss_action != "fetch"
-        cpu = [costs.cost(probe).host_ns if self.on_cpu else 0 for probe in ("submit", "upload")]
-        self.host = HostCosts(*(costs.cost(probe).host_ns for probe in ("issue", "late")), *cpu)
+        submit = costs.cost("submit").host_ns if self.on_cpu else 0
+        self.host = HostCosts(*(costs.cost(probe).host_ns for probe in ("issue", "late")), submit)
         self._more = costs.cost("enter_cpu").gpu_ns if self.on_cpu else 0
         self._more += costs.cost("replayed").gpu_ns if costs.replayed else 0
         self._executes = costs.speculating_ns if settings.speculated(costs.shape) else 0

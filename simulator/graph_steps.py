@@ -98,7 +98,6 @@ def _layer(engine: EngineModel, costs: GraphCosts, request: Request, at: int, la
             yield engine.cpu.result()
             clock.waited(WAIT_CPU, layer)
         engine.after_cpu = True
-        clock.spend("finish", costs.host.upload_ns, layer)
         yield from engine.settle()
     engine.enter(costs, request, at, layer + 1, launched=on_cpu > 0)
     yield from _end(engine, costs, fed, layer, (layer * engine.shape.experts + experts[coming]).tolist())

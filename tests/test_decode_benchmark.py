@@ -130,6 +130,17 @@ def test_recorded_windows_beside_shorter_ones_and_their_text_alone(tmp_path: Pat
 
 
 @pytest.mark.integration
+def test_residents_that_stay_are_those_that_the_rest_of_the_recording_uses(tmp_path: Path) -> None:
+    """By what is measured itself they would look better than they can be known to be."""
+    (tmp_path / "tuned-0.25.json").write_text(json.dumps({"cache_ratio": 0.25, "eviction": "static"}))
+    flags = ["--device", "cpu", "--out", str(tmp_path), "--steps", "4", "--repeats", "1", "--sections", "cached"]
+    flags += ["--ratios", "0.25", "--link", "1e9", "--settings", str(tmp_path / "tuned-0.25.json")]
+    result = main(flags, Checkpoint.random("qwen3-30b-a3b", **SMALL))
+    assert result["left_out"] == []
+    assert 0.25 < row(result, "cached", "tuned 0.25")["hit_rate"] < 1
+
+
+@pytest.mark.integration
 def test_a_deadline_leaves_out_by_name(tmp_path: Path) -> None:
     checkpoint = Checkpoint.random("qwen3-30b-a3b", **SMALL)
     options = EngineOptions(context_tokens=2048)

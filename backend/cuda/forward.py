@@ -26,7 +26,6 @@ from foreload.backend.cuda.layers import (
     CPU_ENDED,
     DONE,
     ENDED,
-    ENTERED,
     GUESSED,
     ISSUED,
     LAUNCHED,
@@ -62,8 +61,7 @@ BLOCKS = (
     ("issue", SUBMITTED, ISSUED),
     ("experts_gpu", ISSUED, LAUNCHED),
     ("wait_cpu", LAUNCHED, COMPUTED),
-    ("upload", COMPUTED, ENTERED),
-    ("finish", ENTERED, ENDED),
+    ("finish", COMPUTED, ENDED),
 )
 """Spans of a layer-step on the decoding thread (`layers.BEGUN` ...)."""
 

@@ -26,12 +26,12 @@ ir: Any = import_module("llvmlite.ir")
 types: Any = numba_types
 intrinsic: Any = numba_intrinsic
 
-BEGUN, ROUTED, GUESSED, CHOSEN, PLANNED, SUBMITTED, ISSUED, LAUNCHED, COMPUTED, ENTERED, ENDED = range(11)
-CPU_BEGUN, CPU_ENDED, ON_CPU = 11, 12, 13
-N_TIMES = 14
+BEGUN, ROUTED, GUESSED, CHOSEN, PLANNED, SUBMITTED, ISSUED, LAUNCHED, COMPUTED, ENDED = range(10)
+CPU_BEGUN, CPU_ENDED, ON_CPU = 10, 11, 12
+N_TIMES = 13
 """Columns of `Host.times`: when each part of a layer-step was done, and how many experts the CPU had from when to when.
 
-COMPUTED and ENTERED are 0 where it had none."""
+COMPUTED is 0 where it had none."""
 NO_TICKET = -9
 WORK_EXPERTS, WORK_TAG = 0, 4
 """Words of `fl_work`."""
@@ -267,10 +267,10 @@ def run_layers(
         t[ISSUED] = _call(n.now, (0,))
         error = error or _launch(n, g, h, at, n_used, n_late)
         t[LAUNCHED] = _call(n.now, (0,))
-        t[COMPUTED] = t[ENTERED] = 0
+        t[COMPUTED] = 0
         if ticket >= 0:
             error = error or _call(n.computed, (n.link, n.pool, ticket, t[CPU_BEGUN:].ctypes.data))
-            t[COMPUTED] = t[ENTERED] = _call(n.now, (0,))
+            t[COMPUTED] = _call(n.now, (0,))
         if step.ends:
             error = error or _call(n.wait_landed, (n.link, h.late.ctypes.data, n_late))
             _call(n.lock, (n.link,))

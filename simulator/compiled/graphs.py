@@ -37,7 +37,6 @@ class Graphs(NamedTuple):
     plan: NDArray[np.int64]  # [F + 1, D + 1]
     issue_ns: int
     submit_ns: int
-    upload_ns: int
 
 
 @uncounted
@@ -198,6 +197,5 @@ def _run(
         spend(m, ATTENTION, launch_ns)
         host.settle(m, r, p)
         host.await_cpu(m, r, p)
-        spend(m, FINISH, g.upload_ns)
         host.settle(m, r, p)
     return on_cpu > 0

@@ -52,12 +52,12 @@ def test_the_device_enters_the_next_layer_while_the_host_ends_this_one(run):
 
 @BOTH
 @pytest.mark.unit
-def test_cpu_experts_bring_their_outputs_back(run):
+def test_the_device_goes_on_behind_cpu_experts(run):
     settings = Settings(miss_action="cpu", cpu_threads=2)
     found = run(manual_trace(ONE, [[[0, 1]], [[0, 1]]]), make_graph_profile(ONE), ONE, settings, (0,))
-    # Entering takes 3 more. From 79 on two experts take 60, at first 15 more as the workers slept; then 6 for the
-    # outputs, and 4 until the device begins the head. The second time the workers had rested for over 100.
-    alone = 12 + 4 + 53 + 10 + 60 + 6 + 4 + 40
+    # Entering takes 3 more. From 79 on two experts take 60, at first 15 more as the workers slept; then 4 until
+    # the device begins the head. The second time the workers had rested for over 100.
+    alone = 12 + 4 + 53 + 10 + 60 + 4 + 40
     assert (found.token_ns / 1e3).tolist() == [alone + 15, alone + 15]
     assert found.stall_ns["wait_cpu"] == 2 * (60 + 15 - 5 - 3) * 1000  # less submitting, and launching what follows
 

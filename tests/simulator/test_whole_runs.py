@@ -38,9 +38,9 @@ PINNED = {
     "windows on the CPU, cuda": (22472563, 7678000),
     "fetch, graphs": (23113200, 6554000),
     "ahead, graphs": (21625960, 6554000),
-    "split, graphs": (15167243, 6554000),
+    "split, graphs": (14792141, 6554000),
     "windows, graphs": (27559190, 7686500),
-    "windows on the CPU, graphs": (23108235, 7589500),
+    "windows on the CPU, graphs": (23007681, 7589500),
 }
 
 
