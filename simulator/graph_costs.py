@@ -29,7 +29,7 @@ class GraphCosts:
         self._costs, self._settings = costs, settings
         self.on_cpu = settings.miss_action != "fetch"
         submit = costs.cost("submit").host_ns if self.on_cpu else 0
-        self.host = HostCosts(*(costs.cost(probe).host_ns for probe in ("issue", "late")), submit)
+        self.host = HostCosts(costs.cost("issue").host_ns, costs.cost("late").host_ns, submit)
         self._more = costs.cost("enter_cpu").gpu_ns if self.on_cpu else 0
         self._more += costs.cost("replayed").gpu_ns if costs.replayed else 0
         self._executes = costs.speculating_ns if settings.speculated(costs.shape) else 0
