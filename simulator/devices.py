@@ -104,7 +104,8 @@ class _Launch:
     ended_ns: int
     work_ns: int
     experts: int = 0  # above 0: shares memory with CPU experts
-    key: int = -1  # a copy it waits for
+    key: int = -1  # a copy it waits for, and
+    landed_ns: int = -1  # when that has landed
 
 
 class GpuDevice(Device):
@@ -148,7 +149,11 @@ class GpuDevice(Device):
         begun = self._clock.now
         self._clock.spend(kind, cost.host_ns, layer, expert)
         launch = _Launch(kind, layer, expert, begun, self._clock.now, cost.gpu_ns, experts, key)
-        plain = (key < 0 or key in self._link.landed_at) and not (experts and self._sharing.active(CPU))
+        if key in self._link.landed_at:
+            launch.landed_ns = self._link.landed_at[key]
+        elif key >= 0:  # a log that begins anew does not know of it when the stream comes there
+            self._link.landing(key).callbacks.append(lambda _: self._note_landing(launch))
+        plain = (key < 0 or launch.landed_ns >= 0) and not (experts and self._sharing.active(CPU))
         if plain and not self._queue:
             start = self._start(launch)
             self._end(launch, start, start + self._work_ns(launch))
@@ -157,10 +162,17 @@ class GpuDevice(Device):
         if not self._work.triggered:
             fire(self._work)
 
+    def _note_landing(self, launch: _Launch) -> None:
+        launch.landed_ns = self._env.now
+
+    def _landed(self, launch: _Launch) -> int:
+        """When the copy that it waits for has landed; -1: it has not, or there is none."""
+        return launch.landed_ns if launch.landed_ns >= 0 else self._link.landed_at.get(launch.key, -1)
+
     def _start(self, launch: _Launch) -> int:
         """When the stream can begin `launch`, whose copy (if any) has landed."""
         ready = max(self._free_at, launch.begun_ns + self._times.latency_ns)
-        landed = self._link.landed_at.get(launch.key, 0) if launch.key >= 0 else 0
+        landed = self._landed(launch)
         if landed <= ready:
             return ready
         self._blocked.append((ready, landed + self._wake_ns))
@@ -181,7 +193,7 @@ class GpuDevice(Device):
             self._work = self._env.event()
             while self._queue:
                 launch = self._queue[0]
-                if launch.key >= 0 and launch.key not in self._link.landed_at:
+                if launch.key >= 0 and self._landed(launch) < 0:
                     yield self._link.landing(launch.key)
                 start = self._start(launch)
                 end = start + self._work_ns(launch)

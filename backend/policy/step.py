@@ -17,7 +17,15 @@ from foreload.backend.policy.copies import (
     release,
 )
 from foreload.backend.policy.order import ONE_USE, aged, has_room, prefers, worst_kept
-from foreload.backend.policy.rules import ADMIT_BACKGROUND, ADMIT_NONE, AGED, NO_AHEAD, SPLIT_TAU, Rules
+from foreload.backend.policy.rules import (
+    ADMIT_BACKGROUND,
+    ADMIT_NONE,
+    AGED,
+    FETCH,
+    NO_AHEAD,
+    SPLIT_TAU,
+    Rules,
+)
 from foreload.backend.policy.split import Load, SplitCosts, fetch_count, fetch_level, in_order, link_backlog_ns
 from foreload.backend.policy.state import (
     ABSENT,
@@ -61,10 +69,14 @@ def enter(state: PolicyState, layer: int) -> None:
 
 
 @inlined
-def _look_up(state: PolicyState, layer: int, expert: int) -> int:
-    """ACT_HIT, ACT_LATE, or ACT_FETCH for an absent expert; what is on its way becomes the demand's."""
+def _look_up(state: PolicyState, rules: Rules, layer: int, expert: int) -> int:
+    """ACT_HIT, ACT_LATE, or ACT_FETCH for an absent expert; what is on its way becomes the demand's.
+
+    A prefetch that only waits for the link is decided anew where the CPU may have it; `tau` fetches it anyway.
+    """
     status, purpose = state.status[layer, expert], state.purpose[layer, expert]
-    if status == QUEUED and purpose == UPLOAD:
+    anew = purpose == UPLOAD or (purpose == PREFETCH and rules.miss != FETCH and rules.miss != SPLIT_TAU)
+    if status == QUEUED and anew:
         cancel(state, layer, expert)
         return ACT_FETCH
     if status == ABSENT:
@@ -143,7 +155,7 @@ def demand(
     for i in range(len(experts)):
         expert = experts[i]
         queued = state.status[layer, expert] == QUEUED
-        action[i] = _look_up(state, layer, expert)
+        action[i] = _look_up(state, rules, layer, expert)
         if action[i] == ACT_HIT:
             resident += 1
         elif action[i] == ACT_FETCH:

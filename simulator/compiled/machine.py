@@ -78,7 +78,7 @@ ACTIVE, REMAINING, RATE, SINCE, EXPERTS, DUE, SCHEDULED = range(7)
 SEEN_GPU, SEEN_CPU, SEEN_CPU_RATE, SEEN_BOTH = range(4)
 """Rows of `Machine.seen`: [n, tokens] resident experts, [n, tokens] CPU experts; of the first format alone, as
 contention is that of one: [n, 0] those beside a copy (0: it), and [g, c] beside each other."""
-L_BEGUN, L_ENDED, L_WORK, L_EXPERTS, L_KEY = range(5)
+L_BEGUN, L_ENDED, L_WORK, L_EXPERTS, L_KEY, L_LANDED = range(6)
 """Columns of `Machine.launch`."""
 
 
@@ -150,7 +150,7 @@ def new_machine(
         log=np.zeros(4 * keys + 64, np.int64),
         landed_at=np.zeros(keys, np.int64),
         landed_in=np.full(keys, -1, np.int64),
-        launch=np.zeros((4 * keys + 64, 5), np.int64),
+        launch=np.zeros((4 * keys + 64, 6), np.int64),
         blocked=np.zeros((4 * keys + 64, 2), np.int64),
         counts=np.zeros(experts, np.int32),
         target=np.zeros(experts, np.bool_),
@@ -308,6 +308,10 @@ def _arrived(m: Machine, r: Rates, p: PolicyState) -> None:
         m.at[INTERRUPTIONS] += 1
     copies.complete(p, key)
     m.landed_at[key], m.landed_in[key] = m.at[NOW], m.at[WATCH]
+    for i in range(m.at[N_LAUNCHED]):  # a log that begins anew does not know of it when the stream comes there
+        entry = (m.at[FIRST] + i) % len(m.launch)
+        if m.launch[entry, L_KEY] == key and m.launch[entry, L_LANDED] < 0:
+            m.launch[entry, L_LANDED] = m.at[NOW]
     if m.at[N_ISSUED]:
         start_job(m, r, LINK, r.copy_ns[m.issued[0] // p.status.shape[1]], 0)
     pump(m, r, p)
@@ -333,8 +337,7 @@ def _stream_event(m: Machine, state: int, delay_ns: int) -> None:
 @inlined
 def _start_ns(m: Machine, r: Rates, entry: int) -> int:
     """When the stream can begin the launch at `entry`, whose copy (if any) has landed."""
-    ready, key = max(m.at[FREE_AT], m.launch[entry, L_BEGUN] + r.latency_ns), m.launch[entry, L_KEY]
-    landed = m.landed_at[key] if key >= 0 and has_landed(m, key) else 0
+    ready, landed = max(m.at[FREE_AT], m.launch[entry, L_BEGUN] + r.latency_ns), m.launch[entry, L_LANDED]
     if landed <= ready:
         return int(ready)
     if m.at[N_BLOCKED] == len(m.blocked):
@@ -366,7 +369,8 @@ def launch(m: Machine, r: Rates, kind: int, host_ns: int, gpu_ns: int, experts: 
     m.launch[entry, L_WORK] = gpu_ns
     m.launch[entry, L_EXPERTS] = experts
     m.launch[entry, L_KEY] = key
-    plain = (key < 0 or has_landed(m, key)) and not (experts and m.job[CPU, ACTIVE])
+    m.launch[entry, L_LANDED] = m.landed_at[key] if key >= 0 and has_landed(m, key) else -1
+    plain = (key < 0 or m.launch[entry, L_LANDED] >= 0) and not (experts and m.job[CPU, ACTIVE])
     if plain and m.at[N_LAUNCHED] == 0:
         m.at[FREE_AT] = max(_start_ns(m, r, entry) + _work_ns(m, r, gpu_ns), m.at[HOST])
         return
@@ -384,7 +388,7 @@ def _stream(m: Machine, r: Rates) -> None:
         while at[N_LAUNCHED]:
             entry, state = at[FIRST], at[STREAM]
             key, experts, work_ns = m.launch[entry, L_KEY], m.launch[entry, L_EXPERTS], m.launch[entry, L_WORK]
-            if state == S_IDLE and key >= 0 and not has_landed(m, key):
+            if state == S_IDLE and key >= 0 and m.launch[entry, L_LANDED] < 0:
                 at[STREAM] = S_LANDING
                 at[STREAM_KEY] = key
                 at[HOST_FIRST] = at[HOST_WAIT] == ON_LANDING and at[HOST_KEY] == key

@@ -171,6 +171,27 @@ def test_a_queued_upload_that_is_demanded_is_a_miss() -> None:
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize(
+    ("fields", "action"),
+    [
+        ({"miss_action": "fetch"}, Action.LATE),
+        ({"miss_action": "cpu"}, Action.CPU),
+        ({"miss_action": "split", "split_rule": "bandwidth"}, Action.FETCH),
+        ({"miss_action": "split", "split_rule": "tau"}, Action.LATE),
+    ],
+)
+def test_a_queued_prefetch_is_decided_anew_where_the_cpu_may_have_it(fields: Any, action: Action) -> None:
+    """What is in flight is waited for; what is not would keep the CPU idle for as long as the link has other work."""
+    driver = make_driver(prefetch_depth=1, **fields)
+    driver.brain.prefetch(1, int32([0, 1, 2]))
+    driver.issue()
+    driver.issue()
+    assert [driver.status(1, e) for e in (0, 1, 2)] == [IN_FLIGHT, IN_FLIGHT, QUEUED]
+    assert driver.begin(1, [0, 2]) == [Action.LATE, action]
+    assert count(driver, Counter.CANCELLED, 1) == int(action != Action.LATE)
+
+
+@pytest.mark.unit
 @pytest.mark.parametrize("capacity", [0, EXPERTS])
 def test_prefetches_leave_room_for_the_next_demand(capacity: int) -> None:
     """Staging is one demand and one width per depth; prefetches take neither that demand's part nor the cache's."""

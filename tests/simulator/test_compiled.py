@@ -84,6 +84,19 @@ def test_equal_to_the_nanosecond(windows, data, capacity, machine):
     assert_equal(compiled.simulate(*run, warm=warm), engine_model.simulate(*run, warm=warm))
 
 
+@pytest.mark.integration
+def test_the_stream_may_be_behind_a_layer_whose_copies_have_landed():
+    """A layer that executes predictions waits for nothing: launches behind copies of the one before are pending."""
+    chosen = Settings(
+        pool="shared", eviction="aged", half_life=64, predictor="gate", prefetch_depth=2, speculate_layers=(2,),
+        miss_action="split", split_rule="tau", cpu_threads=1, draft={"kind": "ngram", "gamma": 3},
+        expert_format=("int8", "mxfp4", "int8"), prefill_chunk_tokens=7,
+    )  # fmt: skip
+    warm = np.random.default_rng(4).integers(0, 9, (3, 6))
+    run = (trace_of(True, 4), CostModel(PROFILES[3], SHAPE, replayed=True), SHAPE, chosen, (0, 0, 2))
+    assert_equal(compiled.simulate(*run, warm=warm), engine_model.simulate(*run, warm=warm))
+
+
 @pytest.mark.unit
 def test_refuses_what_the_simpy_model_refuses():
     with pytest.raises(MismatchError, match="capacity has 1 entries"):

@@ -33,14 +33,14 @@ SCENARIOS = {
 }
 PINNED = {
     "windows, cpu": (28755400, 7775000),
-    "windows on the CPU, cpu": (22994075, 7678000),
+    "windows on the CPU, cpu": (21593471, 7678000),
     "windows, cuda": (26997800, 7775000),
-    "windows on the CPU, cuda": (22472563, 7678000),
+    "windows on the CPU, cuda": (21304129, 7678000),
     "fetch, graphs": (23113200, 6554000),
     "ahead, graphs": (21625960, 6554000),
     "split, graphs": (14792141, 6554000),
     "windows, graphs": (27559190, 7686500),
-    "windows on the CPU, graphs": (23007681, 7589500),
+    "windows on the CPU, graphs": (21904661, 7589500),
 }
 
 
