@@ -14,7 +14,7 @@ from torch import Tensor
 
 from foreload.backend.experts import conversions
 from foreload.backend.experts.blocks import BlockCodec, ExpertViews
-from foreload.backend.experts.pages import prefer_huge_pages
+from foreload.backend.experts.pages import populate, prefer_huge_pages
 from foreload.backend.models.checkpoint import Checkpoint
 from foreload.errors import ForeloadError
 from foreload.formats import ALIGNMENT, FORMAT_OF_DTYPE, BlockLayout, PackedFormat, block_layout
@@ -114,6 +114,7 @@ class HostSlab:
 
     def _register(self) -> bool:
         size = self.blocks.numel()
+        populate(self.blocks, cores())
         code = int(torch.cuda.cudart().cudaHostRegister(self.blocks.data_ptr(), size, 0))
         if code == 0:
             return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import re
 import threading
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from tiny_models import edit_config, edit_weights, save_tiny
 
 from foreload.backend.engine import Engine, EngineOptions
 from foreload.backend.experts.check import check_placement
+from foreload.backend.experts.pages import PART, POPULATE, _advise, _pages, populate
 from foreload.backend.experts.slab import HostSlab
 from foreload.backend.models.checkpoint import Checkpoint
 from foreload.backend.models.packed import Mxfp4
@@ -263,3 +265,21 @@ def big_model(folder: Path, stacked: bool, layers: int, experts: int, hidden: in
     config = {**base, **sized, "hidden_size": hidden, "moe_intermediate_size": width}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+@pytest.mark.unit
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux says how much of its memory a process has")
+def test_pages_are_there_before_anything_is_written() -> None:
+    """Odd ends too; what was written stays."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    memory = torch.empty(3 * PART // 2 + 777, dtype=torch.uint8)[5:]
+    memory[:100] = 7
+    before, code = resident(), _advise(_pages(memory).start, mmap.PAGESIZE, POPULATE)
+    populate(memory, 2)
+    if code == 0:
+        assert resident() - before > PART
+    assert (memory[:100] == 7).all()
+    populate(memory[:10], 2)  # not one whole page
