@@ -13,14 +13,15 @@
 #define RING 8
 #define LINE 64
 
+/* A worker's units of each phase: on one line, as whoever submits has to fetch it from the worker's core. */
 typedef struct {
-    _Alignas(LINE) _Atomic int64_t next;
-    int64_t end;
+    _Alignas(LINE) _Atomic int64_t next[FL_PHASES];
+    int64_t end[FL_PHASES];
 } range;
 
 typedef struct {
     fl_job job;
-    range *ranges[FL_PHASES];            /* [threads] each */
+    range *ranges;                       /* [threads] */
     _Alignas(LINE) _Atomic int64_t finished[FL_PHASES]; /* units */
     _Atomic int64_t begun_ns, ended_ns;
     _Atomic int foretold;                /* whether `soon` is set */
@@ -73,12 +74,12 @@ static int spin(const _Atomic int64_t *value, int64_t least, int64_t ns) {
 
 static void run_phase(slot *s, int phase, int number, int threads) {
     for (int v = 0; v < threads; v++) {
-        range *r = &s->ranges[phase][(number + v) % threads];
+        range *r = &s->ranges[(number + v) % threads];
         for (;;) {
-            int64_t grain = s->job.grain[phase];
-            int64_t from = atomic_fetch_add_explicit(&r->next, grain, memory_order_relaxed);
-            if (from >= r->end) break;
-            int64_t to = from + grain < r->end ? from + grain : r->end;
+            int64_t grain = s->job.grain[phase], end = r->end[phase];
+            int64_t from = atomic_fetch_add_explicit(&r->next[phase], grain, memory_order_relaxed);
+            if (from >= end) break;
+            int64_t to = from + grain < end ? from + grain : end;
             fl_job_run(&s->job, phase, from, to);
             atomic_fetch_add_explicit(&s->finished[phase], to - from, memory_order_acq_rel);
         }
@@ -132,7 +133,7 @@ static void *worker(void *argument) {
 static void release(fl_pool *pool) {
     for (int i = 0; pool->ring && i < RING; i++) {
         fl_job_free(&pool->ring[i].job);
-        for (int phase = 0; phase < FL_PHASES; phase++) free(pool->ring[i].ranges[phase]);
+        free(pool->ring[i].ranges);
     }
     pthread_mutex_destroy(&pool->mutex);
     pthread_cond_destroy(&pool->work);
@@ -170,9 +171,10 @@ fl_pool *fl_pool_new(int threads, int isa, int spin_us) {
     pool->workers = calloc((size_t)threads, sizeof *pool->workers);
     pool->ring = lines(RING * sizeof *pool->ring);
     int ready = pool->workers && pool->ring, started = 0;
-    for (int i = 0; ready && i < RING; i++)
-        for (int phase = 0; phase < FL_PHASES; phase++)
-            ready = ready && (pool->ring[i].ranges[phase] = lines((size_t)threads * sizeof(range)));
+    for (int i = 0; ready && i < RING; i++) {
+        pool->ring[i].ranges = lines((size_t)threads * sizeof(range));
+        ready = pool->ring[i].ranges != NULL;
+    }
     for (; ready && started < threads; started++) {
         start *begin = malloc(sizeof *begin);
         if (!begin) break;
@@ -219,14 +221,13 @@ int64_t fl_submit(fl_pool *pool, const fl_layout *layout, const fl_work *work) {
         while (atomic_load_explicit(&s->left, memory_order_acquire) < pool->threads) sched_yield();
     int error = fl_job_fill(&s->job, pool->isa, pool->threads, layout, work);
     if (error) return error;
-    for (int phase = 0; phase < s->job.phases; phase++) {
-        for (int v = 0; v < pool->threads; v++) {
-            range *r = &s->ranges[phase][v];
-            atomic_store_explicit(&r->next, s->job.units[phase] * v / pool->threads, memory_order_relaxed);
-            r->end = s->job.units[phase] * (v + 1) / pool->threads;
+    for (int v = 0; v < pool->threads; v++)
+        for (int phase = 0; phase < s->job.phases; phase++) {
+            int64_t units = s->job.units[phase];
+            atomic_store_explicit(&s->ranges[v].next[phase], units * v / pool->threads, memory_order_relaxed);
+            s->ranges[v].end[phase] = units * (v + 1) / pool->threads;
         }
-        atomic_store(&s->finished[phase], 0);
-    }
+    for (int phase = 0; phase < FL_PHASES; phase++) atomic_store(&s->finished[phase], 0);
     atomic_store(&s->begun_ns, 0);
     atomic_store(&s->ended_ns, 0);
     atomic_store(&s->foretold, 0);
