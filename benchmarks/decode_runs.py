@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.workloads import ACCEPTED, decode_rows, drafted_by, uses
+from benchmarks.workloads import ACCEPTED, decode_rows, drafted_by
 from foreload.backend.cuda.forward import FastForward
 from foreload.backend.engine import Engine
 from foreload.backend.generation import DecodeStep
@@ -21,6 +21,7 @@ from foreload.backend.replay import Replay
 from foreload.errors import UsageError
 from foreload.settings import Settings
 from foreload.simulator.workload import recorded_draft
+from foreload.traces.histogram import uses
 from foreload.traces.remodel import cut_windows, executing, with_windows, without_windows
 from foreload.traces.schema import Trace
 

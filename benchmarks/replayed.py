@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.workloads import uses
 from foreload.backend.cuda.forward import FastForward
 from foreload.backend.engine import Engine
 from foreload.backend.policy import Counter
@@ -29,6 +28,7 @@ from foreload.shape import ModelShape
 from foreload.simulator.compiled import simulate
 from foreload.simulator.costs import CostModel, split_costs
 from foreload.simulator.validation import Figures, rates
+from foreload.traces.histogram import uses
 from foreload.traces.remodel import as_deep, of_shape, renamed, with_windows, without_windows
 from foreload.traces.schema import PREFILL, Trace
 

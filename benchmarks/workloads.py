@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from foreload.errors import ForeloadError, UsageError
 from foreload.settings import GATE_SIDE, Draft, Settings
 from foreload.shape import ModelShape
+from foreload.traces.histogram import uses
 from foreload.traces.io import read_trace
 from foreload.traces.remodel import better_of, executing, of_shape, renamed, with_windows, without_windows
 from foreload.traces.schema import PREFILL, Trace
@@ -160,11 +161,6 @@ def drafted_by(trace: Trace, draft: Draft) -> Trace:
     fields = {"draft": draft.kind, "gamma": draft.gamma}
     model = {"draft_model": draft.model_name} if draft.kind == "model" else {}
     return replace(trace, meta=trace.meta.model_copy(update={"sampling": {**trace.meta.sampling, **fields, **model}}))
-
-
-def uses(routed: NDArray[np.integer], experts: int) -> NDArray[np.int64]:
-    """How often each expert was routed to [layers, experts], of routed [rows, layers, k]."""
-    return np.stack([np.bincount(routed[:, at].ravel(), minlength=experts) for at in range(routed.shape[1])])
 
 
 def decode_rows(trace: Trace) -> Trace:

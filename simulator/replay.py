@@ -33,6 +33,7 @@ from foreload.compiled import inlined, uncounted
 from foreload.settings import Settings
 from foreload.shape import ModelShape
 from foreload.simulator.workload import Request
+from foreload.traces.histogram import uses
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,7 @@ def prompt_counts(requests: Sequence[Request], shape: ModelShape, chunk_tokens: 
     for at, request in enumerate(requests):
         if len(request.prompt):
             start = (len(request.prompt) - 1) // chunk_tokens * chunk_tokens
-            for layer in range(shape.n_moe_layers):
-                routed = request.prompt[start:, layer].ravel()
-                counts[at, layer] = np.bincount(routed, minlength=shape.experts)
+            counts[at] = uses(request.prompt[start:], shape.experts)
     return counts
 
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
+from foreload.traces.histogram import uses
 from foreload.traces.schema import PREFILL, Trace
 
 
 def expert_load(trace: Trace) -> list[dict[str, Any]]:
     """Per MoE layer, over all rows: `layer` (the model's number), `unused` experts, `top_share` of the busiest."""
     loads = []
-    for index, layer in enumerate(trace.meta.layer_numbers):
-        used = np.bincount(trace.experts[:, index].reshape(-1), minlength=trace.meta.experts)
+    for layer, used in zip(trace.meta.layer_numbers, uses(trace.experts, trace.meta.experts), strict=True):
         total = int(used.sum())
         top = int(used.max()) / total if total else 0.0
         loads.append({"layer": layer, "unused": int((used == 0).sum()), "top_share": top})

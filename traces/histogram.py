@@ -75,12 +75,16 @@ def warm_counts(path: Path, shape: ModelShape) -> NDArray[np.int64]:
     return found.counts
 
 
+def uses(routed: NDArray[np.integer], experts: int) -> NDArray[np.int64]:
+    """How often each expert was routed to [layers, experts], of routed [rows, layers, k]."""
+    return np.stack([np.bincount(routed[:, at].ravel(), minlength=experts) for at in range(routed.shape[1])])
+
+
 def _of_recording(reader: TraceReader) -> Histogram:
     meta = reader.meta
     counts = np.zeros((meta.moe_layers, meta.experts), np.int64)
     for trace in reader.groups():
-        for index in range(meta.moe_layers):
-            counts[index] += np.bincount(trace.experts[:, index].reshape(-1), minlength=meta.experts)
+        counts += uses(trace.experts, meta.experts)
     return Histogram(meta.model_copy(update={"order": "unknown", "has_weights": False, "predictions": ()}), counts)
 
 

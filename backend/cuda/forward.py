@@ -107,8 +107,7 @@ class FastForward(Forward):
         self._rows = 0
         self.behaviours = BEHAVIOURS
         self._programs: dict[tuple[int, Behaviour], Program] = {}
-        self._waves: dict[BlockLayout, tuple[int, ...]] = {}
-        self._bring = 0
+        self._late: list[int] = []  # graphs of late experts
         self._resident_at: NDArray[np.int32] | None = None  # slots that the device's table of addresses shows
         self._stopwatch: CapturedStopwatch | None = None
         self._chunk_plans = ChunkPlans(self.decoder.device)
@@ -175,7 +174,7 @@ class FastForward(Forward):
 
     def _allocate(self, rows: int, behaviour: Behaviour) -> None:
         """Static memory for steps of up to `rows` rows; graphs of the old memory are given up."""
-        for executable in (*self._late_graphs(), *(e for p in self._programs.values() for e in p.executables())):
+        for executable in (*self._late, *(e for p in self._programs.values() for e in p.executables())):
             self._parts.capture.drop(executable)
         self._programs.clear()
         shape, device = self._shape, self.decoder.device
@@ -186,14 +185,9 @@ class FastForward(Forward):
         self._rows = rows
         pieces, capture = self._pieces(rows, behaviour), self._parts.capture
         pieces.bring_waves()  # so that it is compiled
-        self._waves, self._bring = make_waves(pieces, capture), capture(pieces.bring_waves)
-        waves = [self._waves[layout] for layout in self._parts.layouts]
-        self._step = StepArrays(self._host, shape, waves, self._bring)
-
-    def _late_graphs(self) -> list[int]:
-        """Graphs of late experts."""
-        waves = [executable for of_layout in self._waves.values() for executable in of_layout]
-        return [*waves, self._bring] if waves else []
+        waves, bring = make_waves(pieces, capture), capture(pieces.bring_waves)
+        self._late = [bring, *(executable for of_layout in waves.values() for executable in of_layout)]
+        self._step = StepArrays(self._host, shape, [waves[layout] for layout in self._parts.layouts], bring)
 
     def step_times(self, rows: int, repeats: int = 20) -> dict[str, float]:
         """Median device microseconds of each graph of a step of `rows` rows alone, at the position of the step before.

@@ -26,6 +26,7 @@ from foreload.simulator.engine_model import simulate
 from foreload.simulator.result import SimResult
 from foreload.simulator.whatif import Machine, on_machine
 from foreload.simulator.workload import load_requests, request_numbers
+from foreload.traces.histogram import uses
 from foreload.traces.io import read_trace
 from foreload.traces.schema import DECODE, PREFILL
 
@@ -107,8 +108,7 @@ class Dataset:
         return slot_bytes(layer_formats(settings.expert_format, self.shape, self.dtype), self.shape)
 
     def _use(self, chosen: NDArray[np.bool_]) -> NDArray[np.int64]:
-        rows, experts = self.trace.experts[chosen], self.shape.experts
-        return np.array([np.bincount(rows[:, at].ravel(), minlength=experts) for at in range(self.shape.n_moe_layers)])
+        return uses(self.trace.experts[chosen], self.shape.experts)
 
     def describe(self) -> str:
         """Provenance on one line."""

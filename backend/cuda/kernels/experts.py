@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from foreload.backend.cuda.kernels.hold import words_of
+from foreload.backend.cuda.kernels.hold import turn_of, words_of
 
 
 @triton.jit
@@ -260,7 +260,7 @@ def combine(
     """Program (token, column tile): x = r + sum over ranks, in rank order, of weight * output, in fp32.
 
     Items whose `on_host` [items] is set are left out: for tokens that have one the host's sum of them comes last, read
-    from its words `host_out` int64 [n, HIDDEN] once they are of this turn (`current` [1] * LAYERS + LAYER), or later.
+    from its words `host_out` int64 [n, HIDDEN] once they are of this turn (`turn_of`), or later.
     """
     token, tile = tl.program_id(0), tl.program_id(1)
     cols = tile * COLS + tl.arange(0, COLS)
@@ -276,7 +276,7 @@ def combine(
         total += tl.load(weights + item) * tl.load(out + item * HIDDEN + cols, mask=here, other=0.0)
     if HOST:  # noqa: SIM102 - this is known when the kernel is compiled
         if theirs > 0:
-            turn = tl.load(current).to(tl.int64) * LAYERS + LAYER
+            turn = turn_of(current, LAYER, LAYERS)
             words = words_of(host_out + token * HIDDEN + cols, inside, turn)
             total += words.to(tl.int32).to(tl.float32, bitcast=True)
     residual = tl.load(r + token * HIDDEN + cols, mask=inside, other=0.0).to(tl.float32)

@@ -8,6 +8,12 @@ from triton.language.extra.cuda import globaltimer
 
 
 @triton.jit
+def turn_of(current: tl.tensor, LAYER: int, LAYERS: tl.constexpr) -> tl.tensor:
+    """The turn of a layer, int64 (`ops.Turn`)."""
+    return tl.load(current).to(tl.int64) * LAYERS + LAYER
+
+
+@triton.jit
 def words_of(words: tl.tensor, inside: tl.tensor, turn: tl.tensor) -> tl.tensor:
     """The lower halves, int64, of words the host writes, once the upper ones of those `inside` are at least `turn`.
 
@@ -35,7 +41,7 @@ def await_host(
     """
     it = tl.arange(0, ITEMS_UP)
     if tl.sum(tl.load(on_host + it, mask=it < ITEMS, other=0)) > 0:
-        turn = tl.load(current) * LAYERS + LAYER
+        turn = turn_of(current, LAYER, LAYERS)
         seen = tl.load(soon, volatile=True)
         while seen < turn:
             seen = tl.load(soon, volatile=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from foreload.backend.cuda.kernels.hold import words_of
+from foreload.backend.cuda.kernels.hold import turn_of, words_of
 
 
 @triton.jit
@@ -162,12 +162,12 @@ def take_plan(
 
     Many programs read them here: plan int64 [ITEMS, ENTRY], items and on_host int64 [ITEMS].
 
-    WAIT: once all words are of the turn (`current` [1] * LAYERS + LAYER), or a later one's.
+    WAIT: once all words are of the turn (`turn_of`), or a later one's.
     """
     at = tl.arange(0, KINDS * ITEMS_UP)
     kind, it = at // ITEMS_UP, at % ITEMS_UP
     inside = it < ITEMS
-    turn = tl.load(current).to(tl.int64) * LAYERS + LAYER if WAIT else 0
+    turn = turn_of(current, LAYER, LAYERS) if WAIT else 0
     found = words_of(words + kind * ITEMS + it, inside, turn)
     # Each word has a store of its own, masked; an address in its two halves.
     halves = plan.to(tl.pointer_type(tl.int32))

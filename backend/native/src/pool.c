@@ -24,7 +24,6 @@ typedef struct {
     range *ranges;                       /* [threads] */
     _Alignas(LINE) _Atomic int64_t finished[FL_PHASES]; /* units */
     _Atomic int64_t begun_ns, ended_ns;
-    _Atomic int foretold;                /* whether `soon` is set */
     _Atomic int64_t done;                /* ticket + 1 of the last finished job that was here */
     _Atomic int left;                    /* workers that will not look at the job again */
 } slot;
@@ -72,7 +71,9 @@ static int spin(const _Atomic int64_t *value, int64_t least, int64_t ns) {
     }
 }
 
-static void run_phase(slot *s, int phase, int number, int threads) {
+/* Says whether the phase's last unit was done here. */
+static int run_phase(slot *s, int phase, int number, int threads) {
+    int64_t units = s->job.units[phase], all = 0;
     for (int v = 0; v < threads; v++) {
         range *r = &s->ranges[(number + v) % threads];
         for (;;) {
@@ -81,14 +82,14 @@ static void run_phase(slot *s, int phase, int number, int threads) {
             if (from >= end) break;
             int64_t to = from + grain < end ? from + grain : end;
             fl_job_run(&s->job, phase, from, to);
-            atomic_fetch_add_explicit(&s->finished[phase], to - from, memory_order_acq_rel);
+            all = to - from + atomic_fetch_add_explicit(&s->finished[phase], to - from, memory_order_acq_rel);
         }
     }
+    return all == units;
 }
 
 static void finish(fl_pool *pool, slot *s, int64_t ticket) {
-    int64_t none = 0;
-    if (!atomic_compare_exchange_strong(&s->ended_ns, &none, now_ns())) return;
+    atomic_store(&s->ended_ns, now_ns());
     atomic_store(&s->done, ticket + 1);
     if (atomic_load(&pool->waiters) > 0) {
         pthread_mutex_lock(&pool->mutex);
@@ -102,13 +103,11 @@ static void run_job(fl_pool *pool, slot *s, int64_t ticket, int number) {
     if (atomic_load(&s->begun_ns) == 0) atomic_compare_exchange_strong(&s->begun_ns, &none, now_ns());
     int last = s->job.phases - 1;
     for (int phase = 0; phase < last; phase++) {
-        run_phase(s, phase, number, pool->threads);
+        int ended = run_phase(s, phase, number, pool->threads);
+        if (ended && phase == 0 && s->job.weights) __atomic_store_n(s->job.soon, s->job.tag, __ATOMIC_RELAXED);
         while (!spin(&s->finished[phase], s->job.units[phase], 20000)) sched_yield();
-        if (phase == 0 && s->job.weights && !atomic_exchange(&s->foretold, 1))
-            __atomic_store_n(s->job.soon, s->job.tag, __ATOMIC_RELAXED);
     }
-    run_phase(s, last, number, pool->threads);
-    if (atomic_load_explicit(&s->finished[last], memory_order_acquire) == s->job.units[last]) finish(pool, s, ticket);
+    if (run_phase(s, last, number, pool->threads)) finish(pool, s, ticket);
     atomic_fetch_add_explicit(&s->left, 1, memory_order_release);
 }
 
@@ -230,7 +229,6 @@ int64_t fl_submit(fl_pool *pool, const fl_layout *layout, const fl_work *work) {
     for (int phase = 0; phase < FL_PHASES; phase++) atomic_store(&s->finished[phase], 0);
     atomic_store(&s->begun_ns, 0);
     atomic_store(&s->ended_ns, 0);
-    atomic_store(&s->foretold, 0);
     atomic_store(&s->left, 0);
     atomic_store(&pool->submitted, ticket + 1);
     if (atomic_load(&pool->sleepers) > 0) {

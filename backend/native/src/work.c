@@ -92,18 +92,15 @@ static void *carve(uint8_t **at, const void *source, size_t bytes) {
 
 static int copy_plan(fl_job *job, const fl_work *work) {
     size_t experts = (size_t)work->experts, pairs = (size_t)work->first[experts];
-    size_t bytes = 8 * experts + 4 * (experts + 1) + 8 * pairs + 64; /* rounded up, too */
+    size_t bytes = 8 * experts + 4 * (experts + 1) + 12 * pairs + 64;
     if (ensure((uint8_t **)&job->plan, &job->plan_room, bytes)) return -2;
     uint8_t *at = job->plan;
     job->blocks = carve(&at, work->blocks, 8 * experts);
     job->first = carve(&at, work->first, 4 * (experts + 1));
     job->x_rows = carve(&at, work->x_rows, 4 * pairs);
-    job->out_rows = NULL;
-    job->weights = NULL;
-    if (work->weights)
-        job->weights = carve(&at, work->weights, 4 * pairs);
-    else
-        job->out_rows = carve(&at, work->out_rows, 4 * pairs);
+    job->out_rows = carve(&at, work->weights ? work->x_rows : work->out_rows, 4 * pairs);
+    job->weights = work->weights ? carve(&at, work->weights, 4 * pairs) : NULL;
+    for (size_t p = 0; work->weights && p < pairs; p++) job->out_rows[p] = (int32_t)p; /* of what is summed later */
     job->experts = work->experts;
     job->pairs = (int)pairs;
     job->tokens = work->tokens;
@@ -165,7 +162,8 @@ int fl_job_fill(fl_job *job, int isa, int threads, const fl_layout *layout, cons
     job->choice = choice;
     job->x_stride = x_stride;
     job->middle_stride = middle_stride;
-    job->out = work->out;
+    job->out = work->weights ? job->outputs : work->out;
+    job->sums = work->weights ? work->out : NULL;
     job->out_bf16 = work->out_bf16;
     job->tag = work->tag;
     job->soon = work->soon;
@@ -315,11 +313,6 @@ static void down(const fl_job *job, int expert, int pair, int tokens, int from, 
     for (int r = from; r < to; r++) row[r - from] = r;
     dots(job, &m, row, to - from, x, tokens, found);
     for (int t = 0; t < tokens; t++) {
-        if (job->weights) {
-            float *row = (float *)job->outputs + (size_t)(pair + t) * hidden + (size_t)from;
-            for (int r = 0; r < to - from; r++) row[r] = found[r][t];
-            continue;
-        }
         size_t at = (size_t)job->out_rows[pair + t] * hidden + (size_t)from;
         if (job->out_bf16)
             for (int r = 0; r < to - from; r++) ((uint16_t *)job->out)[at + (size_t)r] = to_bf16(found[r][t]);
@@ -341,7 +334,7 @@ static void sum(const fl_job *job, size_t from, size_t to) {
             for (size_t i = 0; i < to - from; i++) total[i] += weight * row[i];
             pairs++;
         }
-        uint64_t *out = (uint64_t *)job->out + (size_t)t * hidden + from;
+        uint64_t *out = job->sums + (size_t)t * hidden + from;
         for (size_t i = 0; pairs && i < to - from; i++) {
             uint32_t pattern;
             memcpy(&pattern, &total[i], sizeof pattern);

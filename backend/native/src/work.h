@@ -19,8 +19,9 @@ typedef struct {
     int32_t *first, *x_rows, *out_rows, *soon;
     float *weights;
     void *out;
+    uint64_t *sums;                      /* [tokens, hidden] of weighted outputs, which are in `out` */
     uint8_t *x, *middle;                 /* inputs of the first two phases, one padded row each */
-    uint8_t *outputs;                    /* fp32 [pairs, hidden], what sums are made of */
+    uint8_t *outputs;                    /* fp32 [pairs, hidden] */
     size_t x_stride, middle_stride;      /* bytes of such a row */
     int rows_per_unit[FL_PHASES];        /* rows of the phase's output that one unit computes */
     int64_t units_per_expert[FL_PHASES], units[FL_PHASES];
