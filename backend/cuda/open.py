@@ -87,7 +87,7 @@ def open_fast(
         with copies.lock:
             issuer.delays([capture(lambda cycles=n: torch.cuda._sleep(cycles)) for n in DELAYS], debug_seed)  # type: ignore[misc]
     parts = FastParts(
-        ops=TritonOps(),
+        ops=TritonOps(pdl=torch.cuda.get_device_capability() >= (9, 0)),
         issuer=issuer,
         capture=capture,
         layouts=[kernel_layout(layout, slab.shape) for layout in slab.layouts],

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from foreload.backend.cuda.kernels.hold import follow
+
 
 @triton.jit
 def rope_store(
@@ -28,12 +30,14 @@ def rope_store(
     EPS: tl.constexpr,
     NORM: tl.constexpr,
     RING: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """Program (row, head of q, k or v): normalise and rotate; q to [n, HEADS, DIM], k and v into the cache.
 
     `sin` carries the sign of the first half, so that rotating is x * cos + (x rolled by half) * sin. DIMS: DIM or the
     next power of two. keys, values: [KV_HEADS, CONTEXT, DIM] of this layer; RING: positions go round in it.
     """
+    follow(PDL, True)
     row, head = tl.program_id(0), tl.program_id(1)
     position = tl.load(current + 1) + row
     dims = tl.arange(0, DIMS)
@@ -82,12 +86,14 @@ def attend_chunks(
     M: tl.constexpr,
     SCALE: tl.constexpr,
     WINDOW: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """Program (key head, chunk): softmax maximum, sum and weighted values of its keys for all rows and query heads.
 
     largest, weight [n, HEADS, CHUNKS], partial [n, HEADS, CHUNKS, DIM], fp32. M >= 16 rows of the products, of which
     N * group are used. WINDOW > 0: a row sees that many positions, its own included, and the cache is a ring.
     """
+    follow(PDL, True)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     kv, chunk = tl.program_id(0), tl.program_id(1)
     position = tl.load(current + 1)
@@ -147,12 +153,14 @@ def attend_merge(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     SINKS: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """Program (row, head): out [n, HEADS * DIM] from the chunks that hold keys.
 
     SINKS: a logit per head that has no value. CHUNKS_UP: CHUNKS or the next power of two; USED: those
     that this layer's cache has, added up BLOCK at a time.
     """
+    follow(PDL, True)
     row, head = tl.program_id(0), tl.program_id(1)
     length = tl.load(current + 1) + row + 1
     start = (row * HEADS + head) * CHUNKS

@@ -9,16 +9,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from foreload.backend.cuda.kernels.hold import follow
+
 
 @triton.jit
 def embed(
-    given: tl.tensor, current: tl.tensor, table: tl.tensor, x: tl.tensor, HIDDEN: tl.constexpr, COLS: tl.constexpr
+    given: tl.tensor,
+    current: tl.tensor,
+    table: tl.tensor,
+    x: tl.tensor,
+    HIDDEN: tl.constexpr,
+    COLS: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """Program (row, column tile): x[row] = table[token]; the step's numbers move to device memory.
 
     given int32 [3 + n]: sequence number, position of the first row, replayed row, token ids (host memory); `current`
     holds its first three.
     """
+    follow(PDL, True)
     row, tile = tl.program_id(0), tl.program_id(1)
     token = tl.load(given + 3 + row).to(tl.int64)
     cols = tile * COLS + tl.arange(0, COLS)
@@ -27,6 +36,21 @@ def embed(
     if (row == 0) & (tile == 0):
         for at in range(3):
             tl.store(current + at, tl.load(given + at))
+
+
+@triton.jit
+def _fetch(weights: tl.tensor, row: tl.tensor, ROWS: tl.constexpr, WIDTH: tl.constexpr, OUT: tl.constexpr) -> None:
+    """ROWS rows of `weights` [OUT, WIDTH] from `row` on begin to come into the L2 cache, in lines of 128 bytes.
+
+    Nothing that a step computes decides which they are, so they come while the kernel before this one still runs.
+    """
+    LINE: tl.constexpr = 1024 // weights.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = triton.next_power_of_2((ROWS * WIDTH + LINE - 1) // LINE)
+    at = tl.minimum(tl.arange(0, LINES) * LINE, ROWS * WIDTH - 1)
+    place = tl.minimum(row.to(tl.int64) * WIDTH + at, OUT * WIDTH - 1)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [weights + place], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -45,9 +69,13 @@ def norm_linear(
     COLS: tl.constexpr,
     BIAS: tl.constexpr,
     KEEP: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """Program (row tile of `weights`): y [N, OUT] = weights @ rms_norm(x); KEEP: the first writes `normed`."""
     tile = tl.program_id(0)
+    if PDL:
+        _fetch(weights, tile * ROWS, ROWS, HIDDEN, OUT)
+    follow(PDL, True)
     rows = tile * ROWS + tl.arange(0, ROWS)
     inside_rows = rows < OUT
     for token in range(N):
@@ -88,9 +116,14 @@ def linear_residual(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     BIAS: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """Program (row tile of `weights`): y [N, OUT] = residual + weights @ x [N, WIDTH]."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    tile = tl.program_id(0)
+    if PDL:
+        _fetch(weights, tile * ROWS, ROWS, WIDTH, OUT)
+    follow(PDL, True)
+    rows = tile * ROWS + tl.arange(0, ROWS)
     inside_rows = rows < OUT
     for token in range(N):
         total = tl.zeros([ROWS, COLS], tl.float32)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from foreload.backend.cuda.kernels.hold import turn_of, words_of
+from foreload.backend.cuda.kernels.hold import follow, turn_of, words_of
 
 
 @triton.jit
@@ -179,8 +179,10 @@ def gate_up(
     BIAS_STRIDE: tl.constexpr,
     BIAS_BYTES: tl.constexpr,
     TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """Program (group, row tile): activated rows of mid for every item of the group."""
+    follow(PDL, True)
     group, tile = tl.program_id(0), tl.program_id(1)
     address = tl.load(plan + group * ENTRY)
     if address != 0:
@@ -223,8 +225,10 @@ def down(
     BIAS_STRIDE: tl.constexpr,
     BIAS_BYTES: tl.constexpr,
     TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """Program (group, row tile): unweighted output rows of every item of the group."""
+    follow(PDL, True)
     group, tile = tl.program_id(0), tl.program_id(1)
     address = tl.load(plan + group * ENTRY)
     if address != 0:
@@ -256,12 +260,14 @@ def combine(
     HIDDEN: tl.constexpr,
     COLS: tl.constexpr,
     HOST: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """Program (token, column tile): x = r + sum over ranks, in rank order, of weight * output, in fp32.
 
     Items whose `on_host` [items] is set are left out: for tokens that have one the host's sum of them comes last, read
     from its words `host_out` int64 [n, HIDDEN] once they are of this turn (`turn_of`), or later.
     """
+    follow(PDL, not HOST)
     token, tile = tl.program_id(0), tl.program_id(1)
     cols = tile * COLS + tl.arange(0, COLS)
     inside = cols < HIDDEN

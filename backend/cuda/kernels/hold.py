@@ -4,7 +4,20 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import globaltimer
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
+
+
+@triton.jit
+def follow(PDL: tl.constexpr, MORE: tl.constexpr) -> None:
+    """Wait until the kernel before this one is done, and let the next one begin to (programmatic dependent launch).
+
+    It comes before everything else that a kernel does, so whatever came before it is done as well. Without MORE, for
+    kernels that wait for the host, the next one begins when this one ends: it would keep places that others need.
+    """
+    if PDL:
+        gdc_wait()
+        if MORE:
+            gdc_launch_dependents()
 
 
 @triton.jit
@@ -34,11 +47,13 @@ def await_host(
     LAYER: int,
     LAYERS: tl.constexpr,
     ITEMS_UP: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """One program: if any of ITEMS items is `on_host`, waits until the host's word `soon` [1] is this turn, or later.
 
     The many programs behind it, which look at all that the host has computed, would take the link's time meanwhile.
     """
+    follow(PDL, False)
     it = tl.arange(0, ITEMS_UP)
     if tl.sum(tl.load(on_host + it, mask=it < ITEMS, other=0)) > 0:
         turn = turn_of(current, LAYER, LAYERS)

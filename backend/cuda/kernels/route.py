@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from foreload.backend.cuda.kernels.hold import turn_of, words_of
+from foreload.backend.cuda.kernels.hold import follow, turn_of, words_of
 
 
 @triton.jit
@@ -21,12 +21,14 @@ def top_k(
     K_UP: tl.constexpr,
     NORMALISE: tl.constexpr,
     TELL: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """Program (row): softmax over all experts in fp32, the K largest in rank order (ties: the lower id).
 
     logits [n, EXPERTS] fp32; ids [n, K] int64, weights [n, K] fp32. _UP: the next power of two. TELL: the ids also go
     to `words` in host memory, as `publish` writes them.
     """
+    follow(PDL, True)
     row = tl.program_id(0)
     experts, ranks = tl.arange(0, EXPERTS_UP), tl.arange(0, K_UP)
     left = tl.load(logits + row * EXPERTS + experts, mask=experts < EXPERTS, other=float("-inf"))
@@ -61,11 +63,13 @@ def replay_routes(
     K: tl.constexpr,
     K_UP: tl.constexpr,
     TELL: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """Program (row): ids and weights of this layer become the recorded ones; tables [rows, LAYERS, K].
 
     TELL: as for `top_k`.
     """
+    follow(PDL, True)
     row = tl.program_id(0)
     ranks = tl.arange(0, K_UP)
     inside = ranks < K
@@ -90,11 +94,13 @@ def replay_predictions(
     STORED: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDTH_UP: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """Program (row, target): predictions for layer FIRST + target become the recorded ones.
 
     table int16 [depths, TABLE_ROWS, LAYERS, STORED]; predicted int64 [targets, n, WIDTH].
     """
+    follow(PDL, True)
     row, target = tl.program_id(0), tl.program_id(1)
     ranks = tl.arange(0, WIDTH_UP)
     inside = ranks < WIDTH
@@ -120,6 +126,7 @@ def publish(
     COLS: tl.constexpr,
     ALONE: tl.constexpr,
     FENCE: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """One program: ids (or predictions, -1: none) go to host memory, unless ALONE after ELEMENTS of the experts' input
     and what its outputs are weighted by [IDS].
@@ -127,6 +134,7 @@ def publish(
     words int32 [IDS]: the lower 15 bits of the step's number over 16 bits of the id, so that each word says by itself
     whether it has arrived. The barrier and the system-wide fence put all stores of the block before the words.
     """
+    follow(PDL, True)
     for first in range(0, ELEMENTS, COLS):
         cols = first + tl.arange(0, COLS)
         tl.store(host_rows + cols, tl.load(rows + cols, mask=cols < ELEMENTS), mask=cols < ELEMENTS)
@@ -157,6 +165,7 @@ def take_plan(
     ENTRY: tl.constexpr,
     KINDS: tl.constexpr,
     WAIT: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """One program: the host's words int64 [KINDS, ITEMS] become a plan, its items and whose they are (`Ops.take_plan`).
 
@@ -164,6 +173,7 @@ def take_plan(
 
     WAIT: once all words are of the turn (`turn_of`), or a later one's.
     """
+    follow(PDL, False)
     at = tl.arange(0, KINDS * ITEMS_UP)
     kind, it = at // ITEMS_UP, at % ITEMS_UP
     inside = it < ITEMS
@@ -189,11 +199,13 @@ def plan_resident(
     EXPERTS: tl.constexpr,
     ITEMS_UP: tl.constexpr,
     ENTRY: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """One program: the plan of a layer whose experts are all resident; addresses int64 [layers, EXPERTS].
 
     The group of an expert stands where its first item does, so groups need no counting across items.
     """
+    follow(PDL, True)
     at = tl.arange(0, ITEMS_UP)
     inside = at < N_ITEMS
     expert = tl.load(ids + at, mask=inside, other=-1)

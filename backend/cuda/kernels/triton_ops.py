@@ -67,15 +67,20 @@ def _down(layout: BlockLayout) -> dict[str, Any]:
 
 
 class TritonOps(Ops):
-    """Blocks on a GPU (or, with TRITON_INTERPRET=1, on the CPU); `fence`: words to the host are ordered by a fence."""
+    """Blocks on a GPU (or, with TRITON_INTERPRET=1, on the CPU).
 
-    def __init__(self, fence: bool = True) -> None:
+    `fence`: words to the host are ordered by a fence. `pdl`: a kernel of a decode step begins while the one before it
+    ends (compute capability 9.0 and later).
+    """
+
+    def __init__(self, fence: bool = True, pdl: bool = False) -> None:
         self._fence = fence
+        self._build = {**BUILD, "PDL": pdl, "launch_pdl": pdl}
 
     def embed(self, given: Tensor, current: Tensor, table: Tensor, x: Tensor) -> None:  # noqa: D102
         hidden = x.shape[1]
         cols = _cols(hidden)
-        dense.embed[(len(x), _tiles(hidden, cols))](given, current, table, x, HIDDEN=hidden, COLS=cols, **BUILD)
+        dense.embed[(len(x), _tiles(hidden, cols))](given, current, table, x, HIDDEN=hidden, COLS=cols, **self._build)
 
     def norm_linear(  # noqa: D102
         self,
@@ -103,7 +108,7 @@ class TritonOps(Ops):
             COLS=_cols(hidden),
             BIAS=bias is not None,
             KEEP=normed is not None,
-            **BUILD,
+            **self._build,
         )
 
     def rope_store(  # noqa: D102
@@ -135,7 +140,7 @@ class TritonOps(Ops):
             NORM=qk_norm is not None,
             RING=ring,
             num_warps=1,
-            **BUILD,
+            **self._build,
         )
 
     def attend(  # noqa: D102
@@ -171,7 +176,7 @@ class TritonOps(Ops):
             M=max(16, power_of_two(n * (heads // kv_heads))),
             SCALE=scale,
             WINDOW=window,
-            **BUILD,
+            **self._build,
         )
         attention.attend_merge[(n, heads)](
             scratch.largest,
@@ -189,7 +194,7 @@ class TritonOps(Ops):
             CHUNK=scratch.chunk,
             BLOCK=16,
             SINKS=sinks is not None,
-            **BUILD,
+            **self._build,
         )
 
     def linear_residual(self, x: Tensor, weights: Tensor, bias: Tensor | None, residual: Tensor, y: Tensor) -> None:  # noqa: D102
@@ -206,7 +211,7 @@ class TritonOps(Ops):
             ROWS=ROWS,
             COLS=_cols(width),
             BIAS=bias is not None,
-            **BUILD,
+            **self._build,
         )
 
     def top_k(  # noqa: D102
@@ -226,7 +231,7 @@ class TritonOps(Ops):
             NORMALISE=normalise,
             TELL=words is not None,
             num_warps=1,
-            **BUILD,
+            **self._build,
         )
 
     def replay_routes(  # noqa: D102
@@ -251,7 +256,7 @@ class TritonOps(Ops):
             K_UP=power_of_two(k),
             TELL=words is not None,
             num_warps=1,
-            **BUILD,
+            **self._build,
         )
 
     def replay_predictions(self, current: Tensor, table: Tensor, first: int, predicted: Tensor) -> None:  # noqa: D102
@@ -268,7 +273,7 @@ class TritonOps(Ops):
             WIDTH=width,
             WIDTH_UP=power_of_two(width),
             num_warps=1,
-            **BUILD,
+            **self._build,
         )
 
     def publish(  # noqa: D102
@@ -289,7 +294,7 @@ class TritonOps(Ops):
             COLS=COLS,
             ALONE=inputs is None,
             FENCE=self._fence,
-            **BUILD,
+            **self._build,
         )
 
     def take_plan(  # noqa: D102
@@ -314,7 +319,7 @@ class TritonOps(Ops):
             KINDS=PLANNED,
             WAIT=turn is not None,
             num_warps=1,
-            **BUILD,
+            **self._build,
         )
 
     def plan_resident(self, ids: Tensor, addresses: Tensor, layer: int, plan: Tensor, listed: Tensor) -> None:  # noqa: D102
@@ -328,14 +333,14 @@ class TritonOps(Ops):
             N_ITEMS=ids.numel(),
             ITEMS_UP=power_of_two(ids.numel()),
             ENTRY=ENTRY,
-            **BUILD,
+            **self._build,
         )
 
     def experts(self, layout: BlockLayout, k: int, x: Tensor, buffers: ExpertBuffers) -> None:  # noqa: D102
         check_layout(layout)
         groups, wide = len(buffers.plan), layout.format in ("bfloat16", "float32")
         gate_up, down = (GATE_UP, DOWN) if wide else (PACKED, PACKED)
-        build = {"ALIGN": 16 if layout.aligned else 1, "FORMAT": layout.format, "ENTRY": ENTRY, **BUILD}
+        build = {"ALIGN": 16 if layout.aligned else 1, "FORMAT": layout.format, "ENTRY": ENTRY, **self._build}
         build["BIAS_BYTES"] = layout.bias_bytes
         build["TILE"] = layout.tile
         experts.gate_up[(groups, _tiles(layout.width, gate_up["ROWS"]))](
@@ -404,7 +409,7 @@ class TritonOps(Ops):
         layer = _layer(None if host is None else host.turn)
         if host is not None:
             count, soon = {"ITEMS": n * k, "ITEMS_UP": power_of_two(n * k)}, (host.turn.current, host.soon)
-            hold.await_host[(1,)](*soon, host.on_host, **count, **layer, num_warps=1)
+            hold.await_host[(1,)](*soon, host.on_host, **count, **layer, num_warps=1, **self._build)
         experts.combine[(n, _tiles(hidden, cols))](
             r,
             weights,
@@ -418,7 +423,7 @@ class TritonOps(Ops):
             HIDDEN=hidden,
             COLS=cols,
             HOST=host is not None,
-            **BUILD,
+            **self._build,
         )
 
     def stamp(self, begun: Tensor) -> None:  # noqa: D102

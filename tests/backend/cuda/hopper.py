@@ -16,7 +16,10 @@ from triton.compiler import ASTSource
 
 from foreload.backend.cuda.kernels import attention, dense, experts, hold, prompt, route
 
-WORDS = re.compile(r"(?:ld|st)\.global\.\S*|cp\.async\.cg\S*|fence\.acq_rel\.sys|mma\.sync|mma_async")
+WORDS = re.compile(
+    r"(?:ld|st)\.global\.\S*|cp\.async\.cg\S*|fence\.acq_rel\.sys|mma\.sync|mma_async|griddepcontrol\.[a-z_]+"
+    r"|prefetch\.global\.L2"
+)
 FOUND: dict[str, dict[str, int]] = {}
 POINTERS = {"b": "*bf16", "f": "*fp32", "i": "*i32", "l": "*i64", "s": "*i16"}
 
@@ -24,6 +27,8 @@ POINTERS = {"b": "*bf16", "f": "*fp32", "i": "*i32", "l": "*i64", "s": "*i16"}
 def build(name: str, kernel: Any, tensors: str, warps: int = 4, stages: int = 3, **fixed: Any) -> None:
     """Compile with pointer arguments of these kinds (letters of POINTERS), all aligned, and constants."""
     names = kernel.arg_names[: len(tensors)]
+    if "PDL" in kernel.arg_names:
+        fixed = {**fixed, "PDL": True}
     numbers = {arg: fixed.pop(arg) for arg in list(fixed) if arg in kernel.do_not_specialize}
     signature = {arg: POINTERS[kind] for arg, kind in zip(names, tensors, strict=True)}
     aligned = {(at,): [["tt.divisibility", 16]] for at in range(len(tensors))}

@@ -21,7 +21,7 @@ hidden, width = 2048, 768
 matrix, row = 2 * hidden * width, 2 * hidden
 fixed = dict(ENTRY=4, K=8, HIDDEN=hidden, WIDTH=width, ROWS=4, COLS=1024, ALIGN=int(sys.argv[1]), FORMAT="bfloat16",
     ACTIVATION="silu", ALPHA=1.7, LIMIT=7.0, GATE=0, UP=matrix, STRIDE=row, GATE_SCALES=-1, UP_SCALES=-1,
-    SCALE_STRIDE=0, GATE_BIAS=-1, UP_BIAS=-1, BIAS_STRIDE=0, BIAS_BYTES=4, TILE=0)
+    SCALE_STRIDE=0, GATE_BIAS=-1, UP_BIAS=-1, BIAS_STRIDE=0, BIAS_BYTES=4, TILE=0, PDL=False)
 tensors = dict(plan="*i64", items="*i64", x="*bf16", mid="*fp32")
 aligned = {(at,): [["tt.divisibility", 16]] for at in range(len(tensors))}
 source = ASTSource(experts.gate_up, {**tensors, **dict.fromkeys(fixed, "constexpr")}, fixed, aligned)
