@@ -26,10 +26,8 @@ from foreload.backend.speculate.accept import judge
 from foreload.backend.speculate.base import Proposal
 from foreload.errors import InternalError
 from foreload.profiler.bench import Bench, Stage
+from foreload.profiler.schema import PROBED_CONTEXT
 from foreload.settings import Settings
-
-CONTEXT = 64
-"""Where everything is measured that does not go by the context."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +121,9 @@ class GraphBench(Bench):
         self.engine.place_helpers()
         return Stage(resident, list(range(self._resident, self.shape.experts)))
 
-    def step(self, asked: Sequence[Asked], context: int = CONTEXT, slots: NDArray[np.int32] | None = None) -> StepTimes:
+    def step(
+        self, asked: Sequence[Asked], context: int = PROBED_CONTEXT, slots: NDArray[np.int32] | None = None
+    ) -> StepTimes:
         """One decode step whose layers execute `asked` (in turn), its last token at `context`, and the choice after it.
 
         With `slots` [layers, experts] it is one launch. Copies are given where they are recorded (`copies.spans`).
@@ -163,7 +163,7 @@ class GraphBench(Bench):
             self.engine.copies.spans = []
         return StepTimes(layers, begun, launched, decoded, done)
 
-    def entering_us(self, layers: int, rows: int = 1, context: int = CONTEXT) -> float:
+    def entering_us(self, layers: int, rows: int = 1, context: int = PROBED_CONTEXT) -> float:
         """From launching what enters the first `layers` layers until the last has told."""
         position = max(0, min(context, self.decoder.context_tokens) - rows)
         with torch.inference_mode():

@@ -18,9 +18,9 @@ from foreload.backend.made_up import recording
 from foreload.backend.predict import CALIBRATED, PREDICTORS
 from foreload.backend.replay import Replay
 from foreload.profiler.bench import Stage
-from foreload.profiler.graph_bench import CONTEXT, Asked, GraphBench, LayerTimes, StepTimes, in_runs
+from foreload.profiler.graph_bench import Asked, GraphBench, LayerTimes, StepTimes, in_runs
 from foreload.profiler.probes import Effort
-from foreload.profiler.schema import Measurement
+from foreload.profiler.schema import PROBED_CONTEXT, Measurement
 from foreload.profiler.stats import in_time, summarise, summarise_device
 from foreload.settings import MAX_PREFETCH_DEPTH, Settings
 
@@ -29,12 +29,14 @@ from foreload.settings import MAX_PREFETCH_DEPTH, Settings
 class Basis:
     """Medians that other probes subtract, in microseconds."""
 
-    enter_us: float = math.inf  # E, at CONTEXT, nothing predicted: the least that `blocks` has found
+    enter_us: float = math.inf  # E, at PROBED_CONTEXT, nothing predicted: the least that `blocks` has found
     latency_us: float = 0.0  # set by `blocks`
     turn_us: float = 0.0  # from deciding on k residents until the next layer has told
 
 
-def enter_us(bench: GraphBench, effort: Effort, rows: int = 1, context: int = CONTEXT, skip: int = 0) -> list[float]:
+def enter_us(
+    bench: GraphBench, effort: Effort, rows: int = 1, context: int = PROBED_CONTEXT, skip: int = 0
+) -> list[float]:
     """Samples of entering each layer behind the first, but the last `skip`."""
     layers = max(1, bench.shape.n_moe_layers - skip)
     each = list[float]()
@@ -49,13 +51,13 @@ def enter_us(bench: GraphBench, effort: Effort, rows: int = 1, context: int = CO
 def blocks(bench: GraphBench, effort: Effort, basis: Basis) -> Iterator[Measurement]:
     """What every step is made of: `attention` by context, and what `resident` gives; sets the basis."""
     stage = bench.stage("fetch")
-    contexts = {CONTEXT, *(context for context in effort.contexts if context <= bench.decoder.context_tokens)}
+    contexts = {PROBED_CONTEXT, *(context for context in effort.contexts if context <= bench.decoder.context_tokens)}
     launch = _launch_us(bench, effort)
     entered = {context: enter_us(bench, effort, context=context) for context in sorted(contexts)}
     turns, steps = _turns_by_experts(bench, effort, stage)
     # Graphs that follow each other may wait for their launches, in steps they do not: then E is what it was before, or
     # no more than a turn, and the latency is the rest of one.
-    found = median(entered[CONTEXT])
+    found = median(entered[PROBED_CONTEXT])
     basis.enter_us = min([basis.enter_us, found, *(median(samples) for samples in turns.values() if samples)])
     for context, samples in entered.items():
         each = [max(0.0, us - found + basis.enter_us) for us in samples]
@@ -128,7 +130,7 @@ def _whole(bench: GraphBench, effort: Effort) -> Iterator[Measurement]:
     """Steps of one launch, until their token is known."""
     stage, k, layers = bench.stage("fetch"), bench.shape.top_k, bench.shape.n_moe_layers
     slots = bench.anywhere()
-    for context in sorted({CONTEXT, *(c for c in effort.contexts if c <= bench.decoder.context_tokens)}):
+    for context in sorted({PROBED_CONTEXT, *(c for c in effort.contexts if c <= bench.decoder.context_tokens)}):
         samples = []
         for turn in in_time(effort.rounds, effort.seconds):
             step = bench.step([Asked.of(bench.pick(stage.resident, k, turn))] * layers, context, slots)
@@ -148,7 +150,7 @@ def variants(bench: GraphBench, effort: Effort, basis: Basis) -> Iterator[Measur
     if deepest:
         stage = bench.stage("fetch", depth=1, speculate=True)
         more = _beyond(bench, effort, basis, stage, skip=1)
-        yield summarise_device("speculated", [0.0], [basis.enter_us + us for us in more], context=CONTEXT)
+        yield summarise_device("speculated", [0.0], [basis.enter_us + us for us in more], context=PROBED_CONTEXT)
     stage = bench.stage("cpu")
     yield summarise_device("enter_cpu", [0.0], _beyond(bench, effort, basis, stage))
     stage = bench.stage("fetch")

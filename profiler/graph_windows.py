@@ -9,11 +9,11 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from foreload.profiler.graph_bench import CONTEXT, Asked, GraphBench, StepTimes
+from foreload.profiler.graph_bench import Asked, GraphBench, StepTimes
 from foreload.profiler.graph_cpu import computed_us
 from foreload.profiler.graph_probes import Basis, enter_us
 from foreload.profiler.probes import Effort, thread_counts
-from foreload.profiler.schema import Measurement
+from foreload.profiler.schema import PROBED_CONTEXT, Measurement
 from foreload.profiler.stats import in_time, summarise, summarise_device
 from foreload.profiler.windows import routed
 
@@ -47,7 +47,7 @@ def resident_windows(bench: GraphBench, effort: Effort, basis: Basis) -> Iterato
         yield from _host_blocks(steps, rows, basis.latency_us, median(groups[max(groups)] or [0.0]))
         slots = bench.anywhere()
         whole = [
-            bench.step([Asked(next(_groups(bench, stage.resident, rows)))] * layers, CONTEXT, slots)
+            bench.step([Asked(next(_groups(bench, stage.resident, rows)))] * layers, PROBED_CONTEXT, slots)
             for _ in in_time(effort.rounds, effort.seconds)
         ]
         yield summarise_device(

@@ -67,7 +67,8 @@ and after_wait at other waits than measured, and these are other or more; the ot
     wait                                      from a landing to the start of what waits for it: what a layer-step with
                                               misses takes beyond everything else
     gpu_beside_copy copies                    entering and k resident experts, without copies (0), beside some (1)
-    gpu_behind_cpu  copies, threads           from the end of CPU experts until the next layer has told, likewise
+    gpu_behind_cpu  copies, threads           from the end of CPU experts until the next layer, whose successor's are
+                                              predicted, has told, likewise
     submit                                    handing experts to the CPU
     cpu_asleep      threads, idle_us          what CPU experts take longer after so long a rest
     window_whole    tokens                    a step of one launch over so many tokens
@@ -91,6 +92,8 @@ from foreload.machine import machine_name, software
 from foreload.shape import ModelShape
 
 PROFILE_SCHEMA = 1
+PROBED_CONTEXT = 64
+"""Where blocks are measured whose time does not go by the context, or not more than that of `attention`."""
 Microseconds = Annotated[float, Field(ge=0)]
 
 

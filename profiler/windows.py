@@ -18,11 +18,10 @@ from foreload.backend.speculate.base import Drafter, Proposal
 from foreload.backend.speculate.ngram import NgramDrafter
 from foreload.profiler.bench import Bench
 from foreload.profiler.probes import predicted
-from foreload.profiler.schema import Measurement
+from foreload.profiler.schema import PROBED_CONTEXT, Measurement
 from foreload.profiler.stats import gpu_microseconds, host_samples, summarise
 
 TOKENS = (1, 2, 4, 8)
-CONTEXT = 64
 BLOCKS = ("embed", "attention", "route", "predict", "plan", "finish", "head")
 
 
@@ -44,7 +43,7 @@ def resident_windows(bench: Bench, rounds: int) -> Iterator[Measurement]:
         for turn in range(-1, max(1, rounds // 2)):
             for layer in range(layers):
                 asked = routed(stage.resident, tokens, each, alike, turn + layer)
-                spans = bench.layer_step(layer, asked, CONTEXT, depth=min(1, layers - 1 - layer))
+                spans = bench.layer_step(layer, asked, PROBED_CONTEXT, depth=min(1, layers - 1 - layer))
                 if turn < 0:
                     continue
                 group = len(np.unique(asked)), asked.size
@@ -71,7 +70,7 @@ def _block(bench: Bench, kind: str, tokens: int) -> Callable[[int], object]:
     weights = torch.ones(tokens, shape.top_k, device=x.device)
     blocks: dict[str, Callable[[int], object]] = {
         "embed": lambda _: decoder.embed(ids),
-        "attention": lambda i: decoder.attend(i % layers, x, CONTEXT - 1),
+        "attention": lambda i: decoder.attend(i % layers, x, PROBED_CONTEXT - 1),
         "route": lambda i: decoder.route(i % layers, decoder.moe_input(i % layers, x)),
         "predict": lambda i: predicted(bench, bench.gate, i % ahead, x, 1),
         "finish": lambda i: x + batch.reduce(weights, decoder.shared(i % layers, x)),
@@ -121,10 +120,10 @@ def drafts(bench: Bench, rounds: int) -> Iterator[Measurement]:
 
 
 def _draft(bench: Bench, probe: str, drafter: Drafter, rounds: int) -> Iterator[Measurement]:
-    """One kind of draft after a text of `CONTEXT` tokens that repeats itself and grows as in decode."""
+    """One kind of draft after a text of `PROBED_CONTEXT` tokens that repeats itself and grows as in decode."""
     sampler, most = Sampler(Sampling()), bench.decoder.context_tokens
     for gamma in TOKENS:
-        text = [n % 23 % bench.shape.vocab for n in range(min(CONTEXT, most // 2))]
+        text = [n % 23 % bench.shape.vocab for n in range(min(PROBED_CONTEXT, most // 2))]
         drafter.start(text)
 
         def propose(_: int, text: list[int] = text, gamma: int = gamma) -> None:

@@ -100,8 +100,8 @@ class _Launch:
     kind: str
     layer: int
     expert: int
-    begun_ns: int  # host time of the launch, begin and end
-    ended_ns: int
+    begun_ns: int  # host time of the launch
+    ended_ns: int  # it does not end before: the end of the launch, or what else it waits for
     work_ns: int
     experts: int = 0  # above 0: shares memory with CPU experts
     key: int = -1  # a copy it waits for, and
@@ -145,18 +145,26 @@ class GpuDevice(Device):
         yield from ()
         self._launch("experts_gpu", self._costs.at(layer).experts_gpu(1, tokens), layer, expert, 1, key)
 
+    def behind_cpu(self, kind: str, gpu_ns: int, layer: int, launched_ns: int, rest_ns: int) -> None:
+        """What was launched then: of it so much is left once the outputs of CPU experts are there, as they are now."""
+        ended_ns = self._clock.now + self._slowed_ns(rest_ns)
+        self._queued(_Launch(kind, layer, -1, launched_ns, ended_ns, gpu_ns))
+
     def _launch(self, kind: str, cost: Cost, layer: int, expert: int, experts: int = 0, key: int = -1) -> None:
         begun = self._clock.now
         self._clock.spend(kind, cost.host_ns, layer, expert)
-        launch = _Launch(kind, layer, expert, begun, self._clock.now, cost.gpu_ns, experts, key)
+        self._queued(_Launch(kind, layer, expert, begun, self._clock.now, cost.gpu_ns, experts, key))
+
+    def _queued(self, launch: _Launch) -> None:
+        key = launch.key
         if key in self._link.landed_at:
             launch.landed_ns = self._link.landed_at[key]
         elif key >= 0:  # a log that begins anew does not know of it when the stream comes there
             self._link.landing(key).callbacks.append(lambda _: self._note_landing(launch))
-        plain = (key < 0 or launch.landed_ns >= 0) and not (experts and self._sharing.active(CPU))
+        plain = (key < 0 or launch.landed_ns >= 0) and not (launch.experts and self._sharing.active(CPU))
         if plain and not self._queue:
             start = self._start(launch)
-            self._end(launch, start, start + self._work_ns(launch))
+            self._end(launch, start, start + self._slowed_ns(launch.work_ns))
             return
         self._queue.append(launch)
         if not self._work.triggered:
@@ -178,13 +186,14 @@ class GpuDevice(Device):
         self._blocked.append((ready, landed + self._wake_ns))
         return landed + self._wake_ns
 
-    def _work_ns(self, launch: _Launch) -> int:
+    def _slowed_ns(self, work_ns: int) -> int:
         """What it takes from now on: longer while copies run."""
-        return launch.work_ns * SCALE // self._times.gpu_rate if self._link.busy else launch.work_ns
+        return work_ns * SCALE // self._times.gpu_rate if self._link.busy else work_ns
 
     def _end(self, launch: _Launch, start: int, end: int) -> None:
-        self._timeline.add("gpu", launch.kind, start, end, launch.layer, launch.expert)
         self._free_at = max(end, launch.ended_ns)
+        later = self._free_at - end
+        self._timeline.add("gpu", launch.kind, start + later, self._free_at, launch.layer, launch.expert)
 
     def _stream(self) -> Process:
         """The GPU stream: launches in order, each behind its copy."""
@@ -196,7 +205,7 @@ class GpuDevice(Device):
                 if launch.key >= 0 and self._landed(launch) < 0:
                     yield self._link.landing(launch.key)
                 start = self._start(launch)
-                end = start + self._work_ns(launch)
+                end = start + self._slowed_ns(launch.work_ns)
                 if launch.experts and self._sharing.active(CPU):
                     if self._env.now < start:
                         yield self._env.timeout(start - self._env.now)

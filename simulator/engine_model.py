@@ -165,16 +165,22 @@ class EngineModel:
         yield from self._finish()
         self.brain.end_step()
 
-    def enter(self, costs: GraphCosts, request: Request, step: int, layer: int, launched: bool = False) -> None:
-        """Launch, unless it is `launched`, what enters a layer or, behind the last one, ends the step."""
+    def enter(self, costs: GraphCosts, request: Request, step: int, layer: int, launched_ns: int = -1) -> None:
+        """Launch what enters a layer or, behind the last one, ends the step.
+
+        `launched_ns`: it was launched then, and what it waited for of CPU experts is there now.
+        """
         fed, layers = request.fed[step], self.shape.n_moe_layers
-        host_ns = 0 if launched else costs.launch_ns(request.context[step], fed)
         if layer == layers:
-            self.device.block("attention", Cost(host_ns, costs.head(fed).gpu_ns, "measured"), layer)
-            return
-        depth = min(self.settings.prefetch_depth, layers - 1 - layer)
-        entering = costs.enter(request.context[step], fed, depth, layer in self._speculated)
-        self.device.block("attention", Cost(host_ns, entering.gpu_ns, entering.source), layer)
+            gpu_ns = costs.head(fed).gpu_ns
+        else:
+            depth = min(self.settings.prefetch_depth, layers - 1 - layer)
+            gpu_ns = costs.enter(request.context[step], fed, depth, layer in self._speculated).gpu_ns
+        if launched_ns < 0:
+            host_ns = costs.launch_ns(request.context[step], fed)
+            self.device.block("attention", Cost(host_ns, gpu_ns, "measured"), layer)
+        else:
+            self.device.behind_cpu("attention", gpu_ns, layer, launched_ns, max(1, gpu_ns - costs.ahead_ns))
 
     def slowed(self, layer: int) -> None:
         """The host's blocks of this layer-step take longer for what it waited and for the copies that landed since."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from foreload.profiler.schema import PROBED_CONTEXT
 from foreload.settings import Settings
 from foreload.simulator.costs import SCALE, Cost, CostModel, worst
 
@@ -41,13 +42,27 @@ class GraphCosts:
         for block in ("embed", "head", "finish"):
             self._costs.block(block, tokens=tokens)
         self._costs.block("attention", context, tokens)
-        _ = self._costs.interrupt_ns
+        _ = self._costs.interrupt_ns, self.ahead_ns
         if all_slots:
             self.whole_ns(context, tokens)
 
     def extra_ns(self, tokens: int, depth: int, executes: bool) -> int:
         """What entering a layer takes the device beyond `attention`, looking `depth` layers ahead; may be below 0."""
         return self._predict(tokens, depth).gpu_ns + self._more + (self._executes if executes else 0)
+
+    @cached_property
+    def ahead_ns(self) -> int:
+        """What of entering a layer the device has done before the outputs of CPU experts are there; may be below 0.
+
+        Of the plan and the experts it runs itself nothing is left then. `gpu_behind_cpu` looks one layer ahead.
+        """
+        costs = self._costs
+        if not self.on_cpu or not costs.measured("gpu_behind_cpu"):
+            return -costs.cost("launch").host_ns
+        behind = costs.cost("gpu_behind_cpu", 0, self._settings.cpu_threads, copies=0).gpu_ns
+        entering = costs.cost("attention", PROBED_CONTEXT).gpu_ns + costs.cost("enter_cpu").gpu_ns
+        predicting = costs.cost("predict", 1).gpu_ns if costs.measured("predict") else 0
+        return entering + predicting - behind
 
     def launch_ns(self, context: int, tokens: int) -> int:
         """Launching what enters a layer."""

@@ -91,7 +91,9 @@ def _layer(engine: EngineModel, costs: GraphCosts, request: Request, at: int, la
     if coming.any():
         yield from engine.copied(layer, dict(zip(experts[coming].tolist(), tokens[coming].tolist(), strict=True)))
     yield from engine.settle()
+    launched_ns = -1
     if on_cpu:  # what follows is launched already, and waits for the outputs
+        launched_ns = clock.now
         clock.spend("attention", costs.launch_ns(request.context[at], fed), layer)
         yield from engine.settle()
         if engine.cpu.busy:
@@ -99,7 +101,7 @@ def _layer(engine: EngineModel, costs: GraphCosts, request: Request, at: int, la
             clock.waited(WAIT_CPU, layer)
         engine.after_cpu = True
         yield from engine.settle()
-    engine.enter(costs, request, at, layer + 1, launched=on_cpu > 0)
+    engine.enter(costs, request, at, layer + 1, launched_ns)
     yield from _end(engine, costs, fed, layer, (layer * engine.shape.experts + experts[coming]).tolist())
 
 

@@ -37,6 +37,7 @@ class Graphs(NamedTuple):
     plan: NDArray[np.int64]  # [F + 1, D + 1]
     issue_ns: int
     submit_ns: int
+    ahead_ns: int  # as in `graph_costs.GraphCosts`
 
 
 @uncounted
@@ -67,7 +68,7 @@ def decode(
         else:
             spend(m, EMBED, b.embed[fed, 0])
             host.settle(m, r, p)
-            _enter(m, r, b, g, steps, at, 0, depth, steps.attention[at, 0])
+            _enter(m, r, b, g, steps, at, 0, depth, -1)
             for layer in range(layers):
                 host.sync(m, r, p)
                 host.slowed(m, b, after_cpu)
@@ -105,15 +106,21 @@ def _tell(p: PolicyState, rules: Rules, split: SplitCosts, steps: Steps, at: int
 
 @inlined
 def _enter(
-    m: Machine, r: Rates, b: Blocks, g: Graphs, steps: Steps, at: int, layer: int, depth: int, host_ns: int
+    m: Machine, r: Rates, b: Blocks, g: Graphs, steps: Steps, at: int, layer: int, depth: int, launched: int
 ) -> None:
-    """Launch what enters a layer or, behind the last one, ends the step."""
+    """Launch what enters a layer or, behind the last one, ends the step.
+
+    `launched`: it was then, and what it waited for of CPU experts is there now; -1: it was not.
+    """
     layers, fed = steps.demand.shape[1], steps.fed[at]
-    if layer == layers:
-        mach.launch(m, r, ATTENTION, host_ns, b.head[fed, 1], 0, -1)
-        return
-    extra = g.extra[int(b.executes[layer]), fed, min(depth, layers - 1 - layer)]
-    mach.launch(m, r, ATTENTION, host_ns, max(1, steps.attention[at, 1] + extra), 0, -1)
+    gpu_ns = b.head[fed, 1]
+    if layer < layers:
+        extra = g.extra[int(b.executes[layer]), fed, min(depth, layers - 1 - layer)]
+        gpu_ns = max(1, steps.attention[at, 1] + extra)
+    if launched < 0:
+        mach.launch(m, r, ATTENTION, steps.attention[at, 0], gpu_ns, 0, -1)
+    else:
+        mach.launch_behind_cpu(m, r, launched, gpu_ns, max(1, gpu_ns - g.ahead_ns))
 
 
 @inlined
@@ -151,16 +158,15 @@ def _layer(
         return False
     for ahead in range(ahead_of):
         step.prefetch(p, rules, layer + 1 + ahead, steps.predicted[ahead, at, layer + 1 + ahead])
-    launch_ns = steps.attention[at, 0]
-    on_cpu = _run(m, r, b, g, p, layer, experts, counts, fed > 1, action, launch_ns)
-    _enter(m, r, b, g, steps, at, layer + 1, depth, 0 if on_cpu else launch_ns)
+    launched = _run(m, r, b, g, p, layer, experts, counts, fed > 1, action, steps.attention[at, 0])
+    _enter(m, r, b, g, steps, at, layer + 1, depth, launched)
     host.settle(m, r, p)
     host.await_landings(m, r, p)
     spend(m, FINISH, b.finish[fed, 0])
     host.settle(m, r, p)
     step.finish(p, rules, layer, experts, action, split)
     _issue(m, r, g, p)
-    return on_cpu
+    return launched >= 0
 
 
 @inlined
@@ -176,10 +182,9 @@ def _run(
     window: bool,
     action: NDArray[np.int8],
     launch_ns: int,
-) -> bool:
-    """Run a layer-step's experts; whether the CPU had any, whose results are then there.
-
-    What follows those is launched before, in `launch_ns`, and waits for them.
+) -> int:
+    """Run a layer-step's experts. Of those on the CPU the results are then there, and what follows was launched before,
+    in `launch_ns`, to wait for them: returns when, -1 without any.
     """
     on_cpu, cpu_tokens, hits, hit_tokens = host.sort_out(m, p, layer, experts, counts, window, action)
     if hits:
@@ -193,9 +198,11 @@ def _run(
     if m.at[N_COMING]:
         host.copied(m, r, b, p, layer, experts, counts, window, action)
     host.settle(m, r, p)
-    if on_cpu:
-        spend(m, ATTENTION, launch_ns)
-        host.settle(m, r, p)
-        host.await_cpu(m, r, p)
-        host.settle(m, r, p)
-    return on_cpu > 0
+    if not on_cpu:
+        return -1
+    launched = m.at[mach.HOST]
+    spend(m, ATTENTION, launch_ns)
+    host.settle(m, r, p)
+    host.await_cpu(m, r, p)
+    host.settle(m, r, p)
+    return int(launched)

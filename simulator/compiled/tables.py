@@ -118,7 +118,7 @@ def graphs(costs: CostModel, settings: Settings, fed: int) -> Graphs:
         plan[n, depth] = found.plan_ns(n, depth)
         extra[:, n, depth] = [found.extra_ns(n, depth, executes) for executes in (False, True)]
     host = found.host
-    return Graphs(extra, plan, host.issue_ns, host.submit_ns)
+    return Graphs(extra, plan, host.issue_ns, host.submit_ns, found.ahead_ns)
 
 
 def used(

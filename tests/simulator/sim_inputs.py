@@ -129,7 +129,7 @@ def make_graph_profile(shape: ModelShape, copy_us: float = 100.0, slow_us: float
     for threads in THREADS:
         add("cpu_asleep", 15, threads=threads, idle_us=100)
         for beside in (0, 1):
-            add("gpu_behind_cpu", 0, 64 + 20 * beside, copies=beside, threads=threads)
+            add("gpu_behind_cpu", 0, 44 + 20 * beside, copies=beside, threads=threads)
     for tokens in (1, 2, 8):
         for block in ("embed", "plan", "finish"):
             add(f"window_{block}", 50 + 2 * tokens, tokens=tokens)

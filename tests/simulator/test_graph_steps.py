@@ -55,11 +55,24 @@ def test_the_device_enters_the_next_layer_while_the_host_ends_this_one(run):
 def test_the_device_goes_on_behind_cpu_experts(run):
     settings = Settings(miss_action="cpu", cpu_threads=2)
     found = run(manual_trace(ONE, [[[0, 1]], [[0, 1]]]), make_graph_profile(ONE), ONE, settings, (0,))
-    # Entering takes 3 more. From 79 on two experts take 60, at first 15 more as the workers slept; then 4 until
-    # the device begins the head. The second time the workers had rested for over 100.
-    alone = 12 + 4 + 53 + 10 + 60 + 4 + 40
+    # Entering takes 3 more. From 79 on two experts take 60, at first 15 more as the workers slept. Of what the device
+    # would take for a layer at 64 tokens that predicts, 44 are left then; so much less is left of the head as well.
+    # The second time the workers had rested for over 100.
+    alone = 12 + 4 + 53 + 10 + 60 + 40 - (56.3 + 3 + 3 - 44)
     assert (found.token_ns / 1e3).tolist() == [alone + 15, alone + 15]
     assert found.stall_ns["wait_cpu"] == 2 * (60 + 15 - 5 - 3) * 1000  # less submitting, and launching what follows
+
+
+@BOTH
+@pytest.mark.unit
+def test_outputs_that_are_there_early_wait_for_the_device(run):
+    profile = make_graph_profile(ONE)
+    quick = [m.model_copy(update={"p50_us": 1.0}) if m.probe == "experts_cpu" else m for m in profile.measurements]
+    profile = profile.model_copy(update={"measurements": tuple(quick)})
+    settings = Settings(miss_action="cpu", cpu_threads=2)
+    found = run(manual_trace(ONE, [[[0, 1]]]), profile, ONE, settings, (0,))
+    # Told at 69, decided at 79, handed over at 84, when what follows is launched; it begins 4 later.
+    assert (found.token_ns / 1e3).tolist() == [84 + 4 + 40]
 
 
 @BOTH
