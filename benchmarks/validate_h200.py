@@ -6,7 +6,7 @@
 
 The settings are fixed and the profile is there before anything is measured. Rounds over the settings come in an order
 drawn by a seed (settings that launch the same graphs stay together). Those whose misses the CPU serves are measured
-first and in a row, since other load on the host changes over minutes; two of their turns are one repeat. Predictions
+first and more often, since other load on the host changes within minutes; a repeat is every third turn. Predictions
 are made of the profile and the routing alone, before the rounds, or where that would take compiling, afterwards from
 what DIR holds (--predict). Writes DIR/validate-h200-runs.json, every repeat, and with predictions
 DIR/validate-h200.json, a list of rows, and DIR/validate-h200-summary.json.
@@ -44,11 +44,13 @@ from foreload.traces.io import read_trace
 from foreload.traces.schema import Trace
 
 NAME = "validate-h200"
-CONTEXT, SEED, ROUNDS = 1024, 0, 6
-FIRST = 4
+CONTEXT, SEED, ROUNDS = 1024, 0, 12
+REPEATS, OTHERS = 3, 4
+"""Repeats of a setting; settings without CPU experts have a turn in every so manieth round."""
+FIRST = 8
 """Rounds of settings with CPU experts before any of the others."""
-ROOMY_S, SHORT = 200, Lengths(warm=12, steps=16, warm_windows=4, windows=8)
-"""With less time than this, fewer steps: three repeats of every setting say more than long ones."""
+LENGTHS = Lengths(warm=8, steps=12, warm_windows=3, windows=6)
+"""Many short turns: what a host does meanwhile goes on for seconds."""
 
 
 @dataclass
@@ -66,8 +68,8 @@ class Cell:
 
     @property
     def repeats(self) -> list[Run]:
-        """Each turn; where the CPU serves misses two turns that are far apart, as other load disturbs those most."""
-        several = max(min(2, len(self.runs)), len(self.runs) // 2) if self.on_cpu else len(self.runs)
+        """Each of turns that are far apart."""
+        several = min(REPEATS, len(self.runs))
         return [joined(self.runs[at::several]) for at in range(several)]
 
     @property
@@ -81,7 +83,7 @@ class Cell:
 class Wanted:
     """What to run: decode lengths, the position they begin at, rounds, and when to stop (monotonic seconds)."""
 
-    lengths: Lengths = field(default_factory=Lengths)
+    lengths: Lengths = LENGTHS
     context: int = CONTEXT
     rounds: int = ROUNDS
     until: float = float("inf")
@@ -144,13 +146,13 @@ class Rounds:
 
 
 def in_order(rounds: int) -> Iterator[tuple[int, bool]]:
-    """Rounds and whether they are of settings with CPU experts; the others have half as many."""
-    yield from ((number, True) for number in range(min(FIRST, rounds)))
-    yield from ((number, False) for number in range(0, min(FIRST, rounds), 2))
-    for number in range(FIRST, rounds):
+    """Rounds and whether they are of settings with CPU experts."""
+    for number in range(rounds):
         yield number, True
-        if number % 2:
-            yield number - 1, False
+        if number + 1 == min(FIRST, rounds):
+            yield from ((other, False) for other in range(0, number + 1, OTHERS))
+        elif number >= FIRST and number % OTHERS == OTHERS - 1:
+            yield number, False
 
 
 def predicted_cells(
@@ -288,8 +290,7 @@ def fitting(engine: Engine, chosen: Sequence[Trial]) -> list[Trial]:
 
 def on_engine(engine: Engine, routing: Mapping[str, Trace], until: float, out: Path) -> dict[str, Any]:
     """All settings on an open engine, in as many rounds as there is time for."""
-    short = until - time.monotonic() < ROOMY_S
-    return validate(engine, routing, out, Wanted(SHORT if short else Lengths(), until=until), simulator_ready())
+    return validate(engine, routing, out, Wanted(LENGTHS, until=until), simulator_ready())
 
 
 def main(args: Sequence[str] | None = None, checkpoint: Checkpoint | None = None) -> dict[str, Any]:
@@ -306,7 +307,7 @@ def main(args: Sequence[str] | None = None, checkpoint: Checkpoint | None = None
     parser.add_argument("--predict", action="store_true", help="what DIR holds; nothing is measured")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args(args)
-    wanted = Wanted(Lengths(), given.context, given.rounds, time.monotonic() + 60 * given.minutes)
+    wanted = Wanted(LENGTHS, given.context, given.rounds, time.monotonic() + 60 * given.minutes)
     model = checkpoint or Checkpoint.open(given.model)
     if given.profile is not None:
         HardwareProfile.load(given.profile).save(given.out / PROFILE)

@@ -36,7 +36,7 @@ class HostMemory:
 
     @classmethod
     def make(cls, shape: ModelShape, rows: int, guesses: int, dtype: torch.dtype, device: torch.device) -> HostMemory:
-        """Zeros; `guesses`: words of predictions per layer."""
+        """Zeros, and words of no step; `guesses`: words of predictions per layer."""
         items = rows * shape.top_k
 
         def make(kind: torch.dtype, *size: int) -> Tensor:
@@ -44,8 +44,8 @@ class HostMemory:
 
         return cls(
             given=make(torch.int32, GIVEN + rows),
-            words=make(torch.int32, shape.n_moe_layers, items),
-            guesses=make(torch.int32, shape.n_moe_layers, guesses),
+            words=make(torch.int32, shape.n_moe_layers, items).fill_(-1),
+            guesses=make(torch.int32, shape.n_moe_layers, guesses).fill_(-1),
             rows=make(dtype, rows, shape.hidden),
             weights=make(torch.float32, rows, shape.top_k),
             out=make(torch.int64, rows, shape.hidden),

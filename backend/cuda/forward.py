@@ -19,6 +19,7 @@ from foreload.backend.cuda.issue import Issuer
 from foreload.backend.cuda.kernels.layout import BlockLayout
 from foreload.backend.cuda.kernels.ops import TAG, Ops, tile_columns
 from foreload.backend.cuda.layers import (
+    ASTRAY,
     BEGUN,
     CHOSEN,
     COMPUTED,
@@ -347,6 +348,8 @@ class FastForward(Forward):
             return InternalError("the device finished a layer without telling its routing")
         if outcome == NO_SLOT:
             return InternalError(f"no staging slot left for the demand of MoE layer {at}")
+        if outcome == ASTRAY:
+            return InternalError(f"the device told of experts that MoE layer {at}, or one behind it, does not have")
         return InternalError(f"MoE layer {at} could not be run: CUDA error {error}")
 
     def _note(self, first: int, last: int) -> None:

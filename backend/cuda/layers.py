@@ -36,8 +36,9 @@ NO_TICKET = -9
 WORK_EXPERTS, WORK_TAG = 0, 4
 """Words of `fl_work`."""
 
-DONE, UNTOLD, NO_SLOT, FAILED = 0, 1, 2, 3
-"""`Host.outcome`: all layers are done; a layer did not tell in time; the demand found no staging slot; CUDA's error."""
+DONE, UNTOLD, NO_SLOT, FAILED, ASTRAY = 0, 1, 2, 3, 4
+"""`Host.outcome`: all layers are done; a layer did not tell in time; the demand found no staging slot; CUDA's error; a
+layer told of experts that it does not have."""
 
 
 class Native(NamedTuple):
@@ -159,15 +160,17 @@ def _choose(h: Host, c: Chosen, step: Step, at: int) -> tuple[int, int]:
 
 
 @uncounted
-def _prefetch(h: Host, c: Chosen, step: Step, state: PolicyState, rules: Rules, at: int, ahead: int) -> None:
-    """Tell the brain what is predicted for a later layer."""
+def _prefetch(h: Host, c: Chosen, step: Step, state: PolicyState, rules: Rules, at: int, ahead: int) -> bool:
+    """Tell the brain what is predicted for a later layer; False if there are no such experts."""
     if c.on:
         if ahead < c.predictions.shape[1]:
             prefetch(state, rules, at + 1 + ahead, c.predicted[at, ahead, : c.predictions[at, ahead]])
-        return
+        return True
     size = step.rows * step.width
     n = merge_told(h.guesses[at, ahead * size : (ahead + 1) * size], step.rows, h.found, h.scratch)
-    prefetch(state, rules, at + 1 + ahead, h.found[:n])
+    if n >= 0:
+        prefetch(state, rules, at + 1 + ahead, h.found[:n])
+    return n >= 0
 
 
 @uncounted
@@ -242,17 +245,21 @@ def run_layers(
         if not _told(n, h, c, step, at, 0 if step.whole else depth):
             return _stopped(h, at, UNTOLD, 0)
         distinct, items = _choose(h, c, step, at)
+        if distinct < 0:
+            return _stopped(h, at, ASTRAY, 0)
         experts, counts, actions = h.experts[:distinct], h.counts[:distinct], h.actions[:distinct]
         _call(n.lock, (n.link,))
-        room = demand(state, rules, at, experts, counts, costs, actions)
+        room, known = demand(state, rules, at, experts, counts, costs, actions), True
         if step.whole:
             finish(state, rules, at, experts, actions, costs)
         else:
             for ahead in range(depth):
-                _prefetch(h, c, step, state, rules, at, ahead)
+                known &= _prefetch(h, c, step, state, rules, at, ahead)
         _call(n.unlock, (n.link, 0))
         if not room:
             return _stopped(h, at, NO_SLOT, 0)
+        if not known:
+            return _stopped(h, at, ASTRAY, 0)
         if step.whole:
             continue
         turn = step.number * layers + at

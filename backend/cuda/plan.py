@@ -19,10 +19,12 @@ def sort_demand(
 ) -> int:
     """`demand_of` the ids in the lower halves of words [items], into experts, counts and places [items] each.
 
-    tokens [E] is scratch. Returns how many distinct experts there are.
+    tokens [E] is scratch. Returns how many distinct experts there are; -1 if one of them is not among E.
     """
     tokens[:] = 0
     for item in range(len(words)):
+        if words[item] & 0xFFFF >= len(tokens):
+            return -1
         tokens[words[item] & 0xFFFF] += 1
     distinct, start = 0, 0
     for expert in range(len(tokens)):
@@ -42,9 +44,12 @@ def sort_demand(
 def merge_told(words: NDArray[np.int32], rows: int, found: NDArray[np.int32], scratch: NDArray[np.int32]) -> int:
     """`merge_predictions` of the ids in the lower halves of words [rows * width] (0xFFFF: none), into found.
 
-    scratch [2, E]. Returns how many distinct experts there are.
+    scratch [2, E]. Returns how many distinct experts there are; -1 if one of them is not among E.
     """
     width, n = len(words) // rows, 0
+    for at in range(len(words)):
+        if scratch.shape[1] <= words[at] & 0xFFFF < 0xFFFF:
+            return -1
     if rows == 1:
         for at in range(width):
             if words[at] & 0xFFFF != 0xFFFF:

@@ -103,9 +103,12 @@ static void run_job(fl_pool *pool, slot *s, int64_t ticket, int number) {
     if (atomic_load(&s->begun_ns) == 0) atomic_compare_exchange_strong(&s->begun_ns, &none, now_ns());
     int last = s->job.phases - 1;
     for (int phase = 0; phase < last; phase++) {
-        int ended = run_phase(s, phase, number, pool->threads);
-        if (ended && phase == 0 && s->job.weights) __atomic_store_n(s->job.soon, s->job.tag, __ATOMIC_RELAXED);
-        while (!spin(&s->finished[phase], s->job.units[phase], 20000)) sched_yield();
+        int told = phase == 1 && s->job.weights != NULL; /* a unit of its own: no job ends before that is done */
+        if (run_phase(s, phase, number, pool->threads) && phase == 0 && s->job.weights) {
+            __atomic_store_n(s->job.soon, s->job.tag, __ATOMIC_RELAXED);
+            atomic_fetch_add_explicit(&s->finished[1], 1, memory_order_acq_rel);
+        }
+        while (!spin(&s->finished[phase], s->job.units[phase] + told, 20000)) sched_yield();
     }
     if (run_phase(s, last, number, pool->threads)) finish(pool, s, ticket);
     atomic_fetch_add_explicit(&s->left, 1, memory_order_release);

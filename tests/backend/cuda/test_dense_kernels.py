@@ -207,7 +207,8 @@ def test_a_plan_is_taken_word_by_word(ops: Ops) -> None:
     assert here[0].tolist() == [[address, 1, 3, 0], [0] * 4, [64, 3, 1, 0], [0] * 4]
     assert here[1].tolist() == [2, 0, 3, 1]
     assert here[2].tolist() == [0, 1, 0, 0]
-    ops.take_plan(host + (5 << 32), *here, Turn(now, layers, at))  # a later one's, as when all is let go
+    host += 5 << 32
+    ops.take_plan(host, *here, Turn(now, layers, at))  # a later one's, as when all is let go
     host[:3] = 0
     ops.take_plan(host, *here, None)
     assert not here[0].any()

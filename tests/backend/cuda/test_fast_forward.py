@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fake_device import FakeDevice
@@ -16,12 +17,14 @@ from tiny_models import CONTEXT
 
 from foreload.backend.cuda.kernels.layout import BlockLayout
 from foreload.backend.cuda.kernels.torch_ops import TorchOps
+from foreload.backend.cuda.plan import merge_told, sort_demand
 from foreload.backend.engine import Engine, EngineOptions
 from foreload.backend.models.checkpoint import Checkpoint
 from foreload.backend.policy import Counter
 from foreload.backend.policy.state import DECODE
 from foreload.backend.recorder import Prompt, record
 from foreload.backend.replay import Replay
+from foreload.errors import InternalError
 from foreload.settings import Settings
 from foreload.traces.io import read_trace
 from foreload.traces.remodel import executing, with_windows
@@ -276,3 +279,25 @@ def test_families(family: str) -> None:
     assert found == expected
     for one, other in zip(quick, slow, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.unit
+def test_only_experts_that_are_there_are_taken() -> None:
+    """Whatever reads memory behind the last one would not be seen to."""
+    experts, counts, places = np.zeros(2, np.int32), np.zeros(2, np.int32), np.zeros(2, np.int64)
+    scratch = np.zeros((2, 8), np.int32)
+    for word, found in ((7, 2), (8, -1)):
+        told = np.array([1, word], np.int32) | 5 << 16
+        assert sort_demand(told, experts, counts, places, scratch[0]) == found
+        for rows in (1, 2):
+            assert merge_told(told, rows, np.zeros(8, np.int32), scratch) == found
+    assert merge_told(np.array([1, 0xFFFF], np.int32), 1, np.zeros(8, np.int32), scratch) == 1
+
+
+@pytest.mark.integration
+def test_a_device_that_tells_of_other_experts_ends_the_step(fast: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = fast(Settings(cache_ratio=0.5))
+    publish = TorchOps.publish
+    monkeypatch.setattr(TorchOps, "publish", lambda self, now, ids, *rest: publish(self, now, ids + 999, *rest))
+    with pytest.raises(InternalError, match="told of experts that MoE layer 0"):
+        engine.generate(PROMPT, 2, stop=False)
