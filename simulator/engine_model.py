@@ -180,6 +180,7 @@ class EngineModel:
             host_ns = costs.launch_ns(request.context[step], fed)
             self.device.block("attention", Cost(host_ns, gpu_ns, "measured"), layer)
         else:
+            assert isinstance(self.device, GraphDevice)
             self.device.behind_cpu("attention", gpu_ns, layer, launched_ns, max(1, gpu_ns - costs.ahead_ns))
 
     def slowed(self, layer: int) -> None:

@@ -25,36 +25,78 @@ def _e2m1(code: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _packed_products(
+def _coded(packed: tl.tensor, parts: tl.tuple) -> tl.tensor:
+    """[blocks]: e2m1 codes [blocks, 4], eight a word, the first lowest, times x, eight parts [blocks, 4].
+
+    A code's three lower bits are exponent and mantissa. As the last exponent bits and the first of the mantissa of a
+    float32 they are the number times 2**-126, its subnormal ones (0 and 0.5) included.
+    """
+    found = tl.zeros(packed.shape, tl.float32)
+    for n in tl.static_range(8):
+        size = packed << (22 - 4 * n) if n < 6 else packed >> (4 * n - 22)
+        sign = packed << (28 - 4 * n)
+        value = ((size & 0x01C00000) | (sign & -2147483648)).to(tl.float32, bitcast=True)
+        found += value * parts[n]
+    return tl.sum(found, axis=1)
+
+
+@triton.jit
+def _coded_products(
     address: tl.tensor,
-    rows: tl.tensor,
-    inside_rows: tl.tensor,
+    first: tl.tensor,
     x: tl.tensor,
+    HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     ALIGN: tl.constexpr,
-    AT: tl.constexpr,
     STRIDE: tl.constexpr,
-    SCALES: tl.constexpr,
     SCALE_STRIDE: tl.constexpr,
-) -> tl.tensor:
-    """[ROWS]: mxfp4 rows times x. Two columns a byte, the even one low; a scale byte for every 32 columns."""
-    HALF: tl.constexpr = COLS // 2
-    codes = tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), ALIGN) + AT
-    scales = address.to(tl.pointer_type(tl.uint8)) + SCALES
-    total = tl.zeros([ROWS, HALF], tl.float32)
-    for at in range(0, WIDTH // 2, HALF):
-        byte = at + tl.arange(0, HALF)
-        inside = byte < WIDTH // 2
-        mask = inside_rows[:, None] & inside[None, :]
-        even = tl.load(x + 2 * byte, mask=inside, other=0.0).to(tl.float32)
-        odd = tl.load(x + 2 * byte + 1, mask=inside, other=0.0).to(tl.float32)
-        packed = tl.load(codes + (rows * STRIDE)[:, None] + byte[None, :], mask=mask, other=0).to(tl.int32)
-        power = tl.load(scales + (rows * SCALE_STRIDE)[:, None] + (byte // 16)[None, :], mask=mask, other=0)
-        scale = tl.exp2(power.to(tl.float32) - 127.0)
-        total += scale * (_e2m1(packed & 15) * even[None, :] + _e2m1(packed >> 4) * odd[None, :])
-    return tl.sum(total, axis=1)
+    AT: tl.constexpr,
+    SCALES: tl.constexpr,
+    OTHER_AT: tl.constexpr,
+    OTHER_SCALES: tl.constexpr,
+) -> tl.tuple:
+    """[ROWS], [ROWS]: mxfp4 rows from `first` on of a matrix, HEIGHT x WIDTH, times x; of another (OTHER_AT >= 0), too.
+
+    A row at a time, so that x, which all rows need, stays in registers. It is multiplied by 2**64, so that no product
+    is subnormal; the scales, a byte for 32 columns, make up for that.
+    """
+    BLOCKS: tl.constexpr = COLS // 32
+    EACH: tl.constexpr = ROWS if OTHER_AT < 0 else 2 * ROWS
+    codes = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), ALIGN)
+    scales = address.to(tl.pointer_type(tl.uint8))
+    totals = ()
+    for _ in tl.static_range(EACH):
+        totals = totals + (tl.zeros([BLOCKS], tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+    for at in range(0, WIDTH // 32, BLOCKS):
+        block = at + tl.arange(0, BLOCKS)
+        inside = block < WIDTH // 32
+        word = block[:, None] * 4 + tl.arange(0, 4)[None, :]
+        parts = ()
+        for n in tl.static_range(8):
+            part = tl.load(x + word * 8 + n, mask=inside[:, None], other=0.0)
+            parts = parts + (part.to(tl.float32) * 18446744073709551616.0,)  # type: ignore[assignment]  # noqa: RUF005
+        more = ()
+        for each in tl.static_range(EACH):
+            row = first + each % ROWS
+            here = inside & (row + tl.zeros([BLOCKS], tl.int32) < HEIGHT)
+            start = AT // 4 if each < ROWS else OTHER_AT // 4
+            packed = tl.load(codes + start + row * (STRIDE // 4) + word, mask=here[:, None], other=0)
+            power = tl.load(
+                scales + (SCALES if each < ROWS else OTHER_SCALES) + row * SCALE_STRIDE + block, mask=here, other=0
+            )
+            total = tl.exp2(power.to(tl.float32) - 65.0) * _coded(packed, parts)  # 127 - 126 + 64
+            more = more + (totals[each] + total,)  # type: ignore[assignment]  # noqa: RUF005
+        totals = more
+    found, other = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
+    for each in tl.static_range(EACH):
+        mine = tl.arange(0, ROWS) == each % ROWS
+        if each < ROWS:
+            found = tl.where(mine, tl.sum(totals[each], axis=0), found)
+        else:
+            other = tl.where(mine, tl.sum(totals[each], axis=0), other)
+    return found, other
 
 
 @triton.jit
@@ -102,18 +144,11 @@ def _products(
     STRIDE: tl.constexpr,
     SCALES: tl.constexpr,
     SCALE_STRIDE: tl.constexpr,
-    BIAS: tl.constexpr,
-    BIAS_STRIDE: tl.constexpr,
-    BIAS_BYTES: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """[ROWS] fp32: rows of one matrix of the block at `address` times x [WIDTH], scaled, plus bias."""
+    """[ROWS] fp32: rows of one matrix of the block at `address` times x [WIDTH], scaled."""
     scales = address.to(tl.pointer_type(tl.float32)) + SCALES // 4
-    if FORMAT == "mxfp4":
-        found = _packed_products(
-            address, rows, inside_rows, x, WIDTH, ROWS, COLS, ALIGN, AT, STRIDE, SCALES, SCALE_STRIDE
-        )
-    elif FORMAT == "float32":
+    if FORMAT == "float32":
         weights = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), ALIGN) + AT // 4
         found = _float_products(weights, scales, rows, inside_rows, x, WIDTH, ROWS, COLS, STRIDE // 4, 0, 0)
     elif FORMAT == "bfloat16":
@@ -129,13 +164,27 @@ def _products(
         found = _float_products(weights, scales, rows, inside_rows, x, WIDTH, ROWS, COLS, STRIDE, 0, 0)
     if FORMAT == "fp8" or FORMAT == "int8":
         found *= tl.load(scales + rows * (SCALE_STRIDE // 4), mask=inside_rows, other=0.0)
-    if BIAS >= 0:
-        if BIAS_BYTES == 4:
-            biases = address.to(tl.pointer_type(tl.float32)) + BIAS // 4 + rows * (BIAS_STRIDE // 4)
-            found += tl.load(biases, mask=inside_rows, other=0.0)
-        else:
-            narrow = address.to(tl.pointer_type(tl.bfloat16)) + BIAS // 2 + rows * (BIAS_STRIDE // 2)
-            found += tl.load(narrow, mask=inside_rows, other=0.0).to(tl.float32)
+    return found
+
+
+@triton.jit
+def _biases(
+    address: tl.tensor,
+    rows: tl.tensor,
+    inside_rows: tl.tensor,
+    BIAS: tl.constexpr,
+    BIAS_STRIDE: tl.constexpr,
+    BIAS_BYTES: tl.constexpr,
+) -> tl.tensor:
+    """[ROWS] fp32: what is added to those rows' products; zeros if there is none (BIAS below 0)."""
+    if BIAS < 0:
+        found = tl.zeros(rows.shape, tl.float32)
+    elif BIAS_BYTES == 4:
+        biases = address.to(tl.pointer_type(tl.float32)) + BIAS // 4 + rows * (BIAS_STRIDE // 4)
+        found = tl.load(biases, mask=inside_rows, other=0.0)
+    else:
+        narrow = address.to(tl.pointer_type(tl.bfloat16)) + BIAS // 2 + rows * (BIAS_STRIDE // 2)
+        found = tl.load(narrow, mask=inside_rows, other=0.0).to(tl.float32)
     return found
 
 
@@ -193,14 +242,22 @@ def gate_up(
         for at in range(first, first + count):
             item = tl.load(items + at)
             row = x + (item // K) * HIDDEN
-            gate = _products(
-                address, rows, inside, row, HIDDEN, ROWS, COLS, ALIGN, FORMAT, GATE, STRIDE, GATE_SCALES, SCALE_STRIDE,
-                GATE_BIAS, BIAS_STRIDE, BIAS_BYTES, TILE,
-            )  # fmt: skip
-            up = _products(
-                address, rows, inside, row, HIDDEN, ROWS, COLS, ALIGN, FORMAT, UP, STRIDE, UP_SCALES, SCALE_STRIDE,
-                UP_BIAS, BIAS_STRIDE, BIAS_BYTES, TILE,
-            )  # fmt: skip
+            if FORMAT == "mxfp4":
+                gate, up = _coded_products(
+                    address, tile * ROWS, row, WIDTH, HIDDEN, ROWS, COLS, ALIGN, STRIDE, SCALE_STRIDE, GATE,
+                    GATE_SCALES, UP, UP_SCALES,
+                )  # fmt: skip
+            else:
+                gate = _products(
+                    address, rows, inside, row, HIDDEN, ROWS, COLS, ALIGN, FORMAT, GATE, STRIDE, GATE_SCALES,
+                    SCALE_STRIDE, TILE,
+                )  # fmt: skip
+                up = _products(
+                    address, rows, inside, row, HIDDEN, ROWS, COLS, ALIGN, FORMAT, UP, STRIDE, UP_SCALES, SCALE_STRIDE,
+                    TILE,
+                )  # fmt: skip
+            gate += _biases(address, rows, inside, GATE_BIAS, BIAS_STRIDE, BIAS_BYTES)
+            up += _biases(address, rows, inside, UP_BIAS, BIAS_STRIDE, BIAS_BYTES)
             tl.store(mid + item * WIDTH + rows, _activated(gate, up, ACTIVATION, ALPHA, LIMIT), mask=inside)
 
 
@@ -238,10 +295,17 @@ def down(
         inside = rows < HIDDEN
         for at in range(first, first + count):
             item = tl.load(items + at)
-            found = _products(
-                address, rows, inside, mid + item * WIDTH, WIDTH, ROWS, COLS, ALIGN, FORMAT, DOWN, STRIDE, SCALES,
-                SCALE_STRIDE, BIAS, BIAS_STRIDE, BIAS_BYTES, TILE,
-            )  # fmt: skip
+            if FORMAT == "mxfp4":
+                found, _ = _coded_products(
+                    address, tile * ROWS, mid + item * WIDTH, HIDDEN, WIDTH, ROWS, COLS, ALIGN, STRIDE, SCALE_STRIDE,
+                    DOWN, SCALES, -1, -1,
+                )  # fmt: skip
+            else:
+                found = _products(
+                    address, rows, inside, mid + item * WIDTH, WIDTH, ROWS, COLS, ALIGN, FORMAT, DOWN, STRIDE, SCALES,
+                    SCALE_STRIDE, TILE,
+                )  # fmt: skip
+            found += _biases(address, rows, inside, BIAS, BIAS_STRIDE, BIAS_BYTES)
             tl.store(out + item * HIDDEN + rows, found, mask=inside)
 
 

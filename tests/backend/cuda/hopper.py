@@ -97,20 +97,21 @@ for format_, halves in (("bfloat16", 4), ("float32", 8), ("fp8", 2), ("int8", 2)
         "LIMIT": 7.0,
         "K": 4,
     }
+    warps = 1 if format_ == "mxfp4" else 4
     for activation, bias in (("silu", -1), ("swiglu_oai", 16)):
         build(
             f"gate_up {format_} {activation}", experts.gate_up, "llbf",
-            ACTIVATION=activation, GATE_BIAS=bias, UP_BIAS=bias, **both, **block, **ROW,
+            ACTIVATION=activation, GATE_BIAS=bias, UP_BIAS=bias, warps=warps, **both, **block, **ROW,
         )  # fmt: skip
-    build(f"down {format_}", experts.down, "llff", DOWN=2 * SIZE * row, SCALES=scales, BIAS=-1, **block, **ROW)
+    last = {"DOWN": 2 * SIZE * row, "SCALES": scales, "BIAS": -1}
+    build(f"down {format_}", experts.down, "llff", warps=warps, **last, **block, **ROW)
     tiles = {"TOKENS": 64, "ROWS": 64, "COLS": 32 if format_ == "float32" else 64, "PLAIN": False, "stages": 3}
     kind = "f" if format_ == "float32" else "b"
     build(
         f"tiles gate_up {format_}", prompt.gate_up_tiles, "ll" + 2 * kind,
         ACTIVATION="swiglu_oai", GATE_BIAS=16, UP_BIAS=16, **both, **block, **tiles,
     )  # fmt: skip
-    found = {"DOWN": 2 * SIZE * row, "SCALES": scales, "BIAS": -1}
-    build(f"tiles down {format_}", prompt.down_tiles, "ll" + 2 * kind, **found, **block, **tiles)
+    build(f"tiles down {format_}", prompt.down_tiles, "ll" + 2 * kind, **last, **block, **tiles)
 build("bring", prompt.bring, "ll", WORDS=8000, BLOCK=1024)
 build("weigh", prompt.weigh, "bfbb", K=8, HIDDEN=2048, COLS=1024)
 print(json.dumps(FOUND))

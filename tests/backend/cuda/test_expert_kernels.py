@@ -11,9 +11,10 @@ from blocks import any_layout, random_blocks
 from torch import Tensor
 
 from foreload.backend.cuda.kernels.layout import FORMATS, BlockLayout, kernel_layout
-from foreload.backend.cuda.kernels.ops import ExpertBuffers, HostOutputs, Turn
+from foreload.backend.cuda.kernels.ops import ExpertBuffers, HostOutputs, Turn, check_layout
 from foreload.backend.cuda.kernels.torch_ops import TorchOps
 from foreload.backend.experts.blocks import BlockCodec, run_expert
+from foreload.errors import UsageError
 from foreload.formats import FORMATS as PACKED_FORMATS
 from foreload.formats import PackedFormat, block_layout
 from foreload.shape import ModelShape
@@ -161,3 +162,30 @@ def test_combine(on_host: bool, generator: torch.Generator) -> None:
         mine = torch.where(there[:, None] != 0, 0, out).view(2, 3, 40)
         total = (weights[..., None] * mine).sum(1) + host * torch.tensor([[1.0], [0.0]])
         torch.testing.assert_close(expected, r + total)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(("hidden", "moved", "what"), [(48, 0, "multiples of 32"), (64, 2, "multiples of 4 bytes")])
+def test_codes_that_cannot_be_read(hidden: int, moved: int, what: str) -> None:
+    layout = any_layout("mxfp4", hidden, 32)
+    layout = replace(layout, up=replace(layout.up, at=layout.up.at + moved))
+    with pytest.raises(UsageError, match=what):
+        check_layout(layout)
+
+
+@pytest.mark.unit
+def test_codes_of_every_kind_in_every_place() -> None:
+    """All sixteen codes, zero and one half included, beside scales of many sizes; x of many sizes, too."""
+    layout = any_layout("mxfp4", 64, 32)
+    blocks = random_blocks(layout, 1, torch.Generator().manual_seed(1))
+    row = torch.arange(0, 256, 17).repeat(2).to(torch.uint8)  # every code low and high
+    for part, height in ((layout.gate, 32), (layout.up, 32)):
+        for at in range(height):
+            start = part.at + at * part.stride
+            blocks[0, start : start + 32] = row.roll(at)
+            scale = part.scales + at * part.scale_stride
+            blocks[0, scale : scale + 2] = torch.tensor([92 + at, 88 + at], dtype=torch.uint8)
+    x = torch.logspace(-20, 1, 64)[None].to(torch.bfloat16)
+    expected = run(TorchOps(), layout, blocks, x, torch.tensor([[0]]))
+    found = run(OPS, layout, blocks.to(DEVICE), x.to(DEVICE), torch.tensor([[0]]))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
