@@ -40,12 +40,12 @@ class CapturedStopwatch:
     """The same as two graphs, launched before and after every copy; all of them last equally long."""
 
     def __init__(self, ops: Ops, device: torch.device, capture: Capture) -> None:
-        begun = torch.zeros(1, dtype=torch.int64, device=device)
-        self._least = torch.zeros_like(begun)
-        ops.stamp(begun)
-        ops.hold(begun, self._least)  # compiled before it is captured
-        self.before = capture(lambda: ops.stamp(begun))
-        self.after = capture(lambda: ops.hold(begun, self._least))
+        self._begun = torch.zeros(1, dtype=torch.int64, device=device)  # graphs know its address alone
+        self._least = torch.zeros_like(self._begun)
+        ops.stamp(self._begun)
+        ops.hold(self._begun, self._least)  # compiled before it is captured
+        self.before = capture(lambda: ops.stamp(self._begun))
+        self.after = capture(lambda: ops.hold(self._begun, self._least))
 
     def last(self, least_ns: int) -> None:
         """How long a copy takes at least, from now on."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Callable
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +14,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from foreload.backend.cuda.buffers import DeviceMemory
+from foreload.backend.cuda.kernels.torch_ops import TorchOps
+from foreload.backend.cuda.throttle import CapturedStopwatch
 from foreload.backend.experts.batch import PlainChunk, weighted_sum
 from foreload.backend.experts.blocks import ExpertViews
 from foreload.backend.options import working_bytes
@@ -74,3 +79,26 @@ def test_a_chunk_gives_every_token_its_own_outputs_back() -> None:
     torch.testing.assert_close(chunk.outputs, expected)
     weights = torch.rand(9, 2, generator=generator)
     torch.testing.assert_close(chunk.add_to(h, weights, h), 2 * h + (weights[..., None] * expected).sum(1))
+
+
+@pytest.mark.unit
+def test_what_a_throttle_writes_to_stays_its_own() -> None:
+    """A captured graph holds addresses; where the tensor is gone, it writes into whatever is there next."""
+    seen: list[weakref.ref[torch.Tensor]] = []
+
+    class Seen(TorchOps):
+        def stamp(self, begun: torch.Tensor) -> None:
+            seen.append(weakref.ref(begun))
+
+        def hold(self, begun: torch.Tensor, least: torch.Tensor) -> None:
+            seen.extend(map(weakref.ref, (begun, least)))
+
+    def capture(piece: Callable[[], None]) -> int:
+        piece()
+        return 1
+
+    watch = CapturedStopwatch(Seen(), torch.device("cpu"), capture)  # type: ignore[arg-type]
+    gc.collect()
+    assert len(seen) == 6
+    assert all(tensor() is not None for tensor in seen)
+    watch.last(5)
