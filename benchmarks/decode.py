@@ -10,7 +10,8 @@ beside executed predictions; drafts forced on. Routing is replayed from --trace,
 (`trace synthesize --preset qwen3`) in the model's shape; verify windows and executed predictions are made of it. Of a
 recording that holds verify windows, drafts alone are measured: those windows, shorter ones cut from them, and its
 text without drafts. Writes DIR/decode.json (every repeat, rates, machine) after every round, and DIR/decode.md.
-A cell is not begun that would not end before the minutes are over: the result names it.
+A cell is not begun that would not end before the minutes are over: the result names it. Contexts may be longer than
+those of a published shape.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import torch
 from benchmarks.decode_rows import NO_DRAFTS, Rates, bars, drafts, forced, measure_rates, overlap, rows
 from benchmarks.decode_runs import MARKED, Cell, Kind, Routings, recorded_gamma, run_cell
 from foreload.backend.engine import Engine, EngineOptions
-from foreload.backend.models.checkpoint import Checkpoint
+from foreload.backend.models.checkpoint import SCHEME, Checkpoint
 from foreload.errors import ForeloadError, UsageError
 from foreload.files import write_json, write_text
 from foreload.machine import cores, machine_name, software
@@ -358,15 +359,24 @@ def arguments(args: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(args)
 
 
+def opened(model: str, positions: int) -> Checkpoint:
+    """The model; random weights are made for so many positions where those of the published shape are fewer."""
+    found = Checkpoint.open(model)
+    if found.folder is not None or positions <= found.shape.max_positions:
+        return found
+    return Checkpoint.random(model.removeprefix(SCHEME), max_position_embeddings=positions)
+
+
 def main(args: Sequence[str] | None = None, checkpoint: Checkpoint | None = None) -> dict[str, Any]:
     """Load, measure, write; returns what was written."""
     given = arguments(args)
-    model = checkpoint or Checkpoint.open(given.model)
     most = max(given.gammas, default=0) + 1
     recorded = (2 * given.steps + MARKED) * most
+    longest = max(given.contexts) + recorded
+    model = checkpoint or opened(given.model, longest)
     options = EngineOptions(
         device=given.device,
-        context_tokens=max(given.contexts) + recorded,
+        context_tokens=longest,
         link_bytes_per_s=int(given.link) if given.link else None,
         eager=given.eager,
     )

@@ -1,6 +1,6 @@
 """What small expert formats cost the bundled model: perplexity, KL and agreement beside its own floats.
 
-    python -m benchmarks.expert_formats --text HELDOUT.jsonl [--windows 16] [--out FILE]
+    python -m benchmarks.expert_formats --text HELDOUT.jsonl [--model mini] [--windows 16] [--device cpu] [--out FILE]
 
 The text must be none that the model was trained on. Every format scores the same windows, in float32 apart from the
 experts; tokens after the first 64 of a window of 256 count.
@@ -17,6 +17,7 @@ from rich.console import Console
 from torch import Tensor
 
 from foreload.backend.engine import Engine, EngineOptions
+from foreload.backend.options import Device
 from foreload.backend.quality import Loss
 from foreload.backend.texts import read_texts, windows
 from foreload.cli.output import table
@@ -40,12 +41,12 @@ def score(engine: Engine, ids: list[int]) -> Tensor:
     return torch.cat(found)[PROMPT - 1 :]
 
 
-def measure(model: str, texts: list[Path], count: int) -> dict[str, Any]:
+def measure(model: str, texts: list[Path], count: int, device: Device = "cpu") -> dict[str, Any]:
     """Figures of every format by subject, and bytes of an expert."""
     exact: dict[tuple[str, int], Tensor] = {}
     rows = []
     for chosen in CHOICES:
-        options = EngineOptions(device="cpu", dtype="float32", context_tokens=WINDOW)
+        options = EngineOptions(device, "float32", context_tokens=WINDOW, eager=device == "cuda")
         with Engine.load(model, options, Settings(cache_ratio=1.0, expert_format=chosen)) as engine:
             subjects = {
                 subject: windows(of, engine.tokenizer, WINDOW, count)
@@ -55,7 +56,7 @@ def measure(model: str, texts: list[Path], count: int) -> dict[str, Any]:
             by_subject = {subject: Loss(engine.device) for subject in subjects}
             for subject, pieces in subjects.items():
                 for at, ids in enumerate(pieces):
-                    logits, targets = score(engine, ids), torch.tensor(ids[PROMPT:])
+                    logits, targets = score(engine, ids), torch.tensor(ids[PROMPT:], device=engine.device)
                     reference = exact.setdefault((subject, at), logits)
                     for loss in (total, by_subject[subject]):
                         loss.add(logits, reference, targets)
@@ -70,6 +71,7 @@ def measure(model: str, texts: list[Path], count: int) -> dict[str, Any]:
     return {
         "source": "measured",
         "model": model,
+        "device": torch.cuda.get_device_name() if device == "cuda" else machine_name(),
         "machine": machine_name(),
         "software": software(),
         "window": WINDOW,
@@ -86,9 +88,10 @@ def main() -> None:
     parser.add_argument("--text", type=Path, action="append", required=True, metavar="FILE")
     parser.add_argument("--model", default="mini")
     parser.add_argument("--windows", type=int, default=16, help="per subject")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--out", type=Path, metavar="FILE")
     given = parser.parse_args()
-    values = measure(given.model, given.text, given.windows)
+    values = measure(given.model, given.text, given.windows, given.device)
     if given.out is not None:
         write_json(given.out, values)
     exact = values["rows"][0]["figures"]["all"]["perplexity"]

@@ -22,10 +22,11 @@ from foreload.backend.engine import Engine, EngineOptions
 from foreload.backend.models.checkpoint import Checkpoint
 from foreload.errors import FileError
 from foreload.files import write_json
-from foreload.profiler.graph_bench import CONTEXT, Asked, GraphBench
-from foreload.profiler.graph_cpu import computed_us, followed_us
+from foreload.profiler.graph_bench import Asked, GraphBench
+from foreload.profiler.graph_cpu import Routed, computed_us, followed_us
 from foreload.profiler.probes import thread_counts
 from foreload.profiler.run import GRAPHS, ON_CPU, Mode, bench_settings, profile
+from foreload.profiler.schema import PROBED_CONTEXT
 from foreload.profiler.stats import in_time
 from foreload.simulator.costs import SCALE, CostModel
 from foreload.traces.schema import Trace
@@ -110,7 +111,7 @@ class Cases:
         k, layers = bench.shape.top_k, bench.shape.n_moe_layers
 
         def predicted(costs: CostModel, count: int) -> float:
-            entering = costs.cost("launch").host_ns + costs.block("attention", CONTEXT).gpu_ns
+            entering = costs.cost("launch").host_ns + costs.block("attention", PROBED_CONTEXT).gpu_ns
             return entering + costs.experts_gpu(count).gpu_ns
 
         for count in (1, k):
@@ -123,14 +124,17 @@ class Cases:
 
     def _cpu(self, threads: int) -> None:
         bench, k, said = self.bench, self.bench.shape.top_k, f"on {threads} threads"
-        stage = bench.stage("cpu", threads)
-        alone, _ = self._computed(lambda at: Asked.of(bench.pick(stage.absent, k, at)))
+        stage, layers = bench.stage("cpu", threads), bench.shape.n_moe_layers
+        routed = Routed(stage.absent, layers)
+        alone, _ = self._computed(lambda at, _: Asked.of(routed.pick(at, k)))
         self._add(f"{k} CPU experts {said}", alone, lambda costs: costs.experts_cpu_ns(k, threads))
         stage = bench.stage("cpu", threads, depth=1)
         half = len(stage.absent) // 2
-        most, mine, others = min(k, half), stage.absent[:half], stage.absent[half:]
+        most, mine, others = min(k, half), Routed(stage.absent[:half], layers), stage.absent[half:]
         bench.engine.copies.spans = []
-        both, copies = self._computed(lambda at: Asked.of(bench.pick(mine, most, at), bench.pick(others, most, at)))
+        both, copies = self._computed(
+            lambda at, turn: Asked.of(mine.pick(at, most), bench.pick(others, most, turn + at))
+        )
         bench.engine.copies.spans = None
         self._add(
             f"{most} CPU experts {said} beside copies",
@@ -141,11 +145,14 @@ class Cases:
             f"a copy beside CPU experts {said}", copies, lambda costs: costs.copy_ns * SCALE / costs.copy_rate(threads)
         )
 
-    def _computed(self, asked: Callable[[int], Asked]) -> tuple[list[float], list[float]]:
-        """Of every layer but the first: the CPU's time, and that of copies between two landings meanwhile."""
+    def _computed(self, asked: Callable[[int, int], Asked]) -> tuple[list[float], list[float]]:
+        """Of every layer but the first: the CPU's time, and that of copies between two landings meanwhile.
+
+        `asked`: by layer and turn.
+        """
         computed, copies = list[float](), list[float]()
         for turn in in_time(1000, self.seconds):
-            step = self.bench.step([asked(turn + at) for at in range(self.bench.shape.n_moe_layers)])
+            step = self.bench.step([asked(at, turn) for at in range(self.bench.shape.n_moe_layers)])
             self.bench.discard()
             computed += [computed_us(times) for times in step.layers[1:]] if turn else []
             copies += followed_us(step) if turn else []

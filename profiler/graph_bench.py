@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 import numpy as np
 import torch
@@ -162,6 +163,12 @@ class GraphBench(Bench):
         if self.engine.copies.spans is not None:
             self.engine.copies.spans = []
         return StepTimes(layers, begun, launched, decoded, done)
+
+    def resident_us(self, steps: int = 5) -> float:
+        """Median turn of layer-steps whose experts are all resident; sets a stage."""
+        asked = [Asked.of(self.stage("fetch").resident[: self.shape.top_k])] * self.shape.n_moe_layers
+        found = [self.step(asked) for _ in range(steps)][1:]
+        return median(step.turn_us(layer) for step in found for layer in range(self.shape.n_moe_layers))
 
     def entering_us(self, layers: int, rows: int = 1, context: int = PROBED_CONTEXT) -> float:
         """From launching what enters the first `layers` layers until the last has told."""

@@ -136,7 +136,12 @@ def bench_settings(shape: ModelShape, draft_model: str | None = None) -> Setting
 
 
 def _fixed_probe(bench: Bench) -> float:
-    """Median of one block that does not change, to see how steady the machine is over the run."""
+    """Median of one block that does not change, to see how steady the machine is over the run.
+
+    With graphs a layer-step of residents: a block of operators would tell of nothing but their launches.
+    """
+    if isinstance(bench, GraphBench):
+        return bench.resident_us()
     x = bench.hidden()
     layers = bench.shape.n_moe_layers
     samples = host_samples(lambda i: bench.decoder.attend(i % layers, x, 0), 100, bench.engine.device)
