@@ -34,7 +34,8 @@ class Routed:
         self._last: list[list[int]] = [[] for _ in range(layers)]
 
     def pick(self, layer: int, count: int) -> list[int]:
-        """`count` distinct ones for a layer's next step."""
+        """`count` distinct ones, or all, for a layer's next step."""
+        count = min(count, len(self._experts))
         again = self._random.sample(self._last[layer], min(len(self._last[layer]), round(REUSED * count)))
         others = self._random.sample([one for one in self._experts if one not in again], count - len(again))
         self._last[layer] = again + others

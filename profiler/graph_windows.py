@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreload.profiler.graph_bench import Asked, GraphBench, StepTimes
-from foreload.profiler.graph_cpu import computed_us
+from foreload.profiler.graph_cpu import Routed, computed_us
 from foreload.profiler.graph_probes import Basis, enter_us
 from foreload.profiler.probes import Effort, thread_counts
 from foreload.profiler.schema import PROBED_CONTEXT, Measurement
@@ -67,10 +67,15 @@ def _host_blocks(steps: list[StepTimes], rows: int, latency: float, experts: flo
     yield summarise_device("window_head", [0.0], heads, tokens=rows)
 
 
-def _groups(bench: GraphBench, experts: list[int], rows: int) -> Iterator[NDArray[np.int64]]:
-    """Routings of a step over `rows` tokens: the same experts for all, or others for each, k each and one each."""
+def _kinds(bench: GraphBench, rows: int) -> list[tuple[int, bool]]:
+    """Routings of a step over `rows` tokens: how many experts each has, and whether all have the same."""
     k = bench.shape.top_k
-    for each, alike in product((k, 1), (True, False)) if rows > 1 else ((k, True),):
+    return list(product((k, 1), (True, False))) if rows > 1 else [(k, True)]
+
+
+def _groups(bench: GraphBench, experts: list[int], rows: int) -> Iterator[NDArray[np.int64]]:
+    """All kinds of them, of the first experts."""
+    for each, alike in _kinds(bench, rows):
         yield routed(experts, rows, each, alike, 0)
 
 
@@ -98,11 +103,14 @@ def cpu_windows(bench: GraphBench, effort: Effort) -> Iterator[Measurement]:
     for threads in thread_counts():
         stage = bench.stage("cpu", threads)
         groups: dict[tuple[int, int], list[float]] = {}
+        absent = Routed(stage.absent, layers)
         for rows in TOKENS[1:]:
-            kinds = list(_groups(bench, stage.absent, rows))
-            idle = next(_groups(bench, stage.resident, rows))
+            kinds, idle = _kinds(bench, rows), next(_groups(bench, stage.resident, rows))
             for turn in in_time(effort.rounds, effort.seconds):
-                asked = [kinds[(turn + at // APART) % len(kinds)] if at % APART == 0 else idle for at in range(layers)]
+                asked = [idle] * layers
+                for at in range(0, layers, APART):
+                    each, alike = kinds[(turn + at // APART) % len(kinds)]
+                    asked[at] = routed(absent.pick(at, each if alike else rows * each), rows, each, alike, 0)
                 step = bench.step([Asked(one) for one in asked])
                 for one, times in zip(asked[::APART], step.layers[::APART], strict=True) if turn else ():
                     groups.setdefault((len(np.unique(one)), one.size), []).append(computed_us(times))
