@@ -8,8 +8,8 @@
 DIR holds the machine's profile. Cache sizes are shares of all experts; each is tuned, and a grid of more than 500
 uniform settings simulated, on tokens that are not measured, for the link as it is and for a slower one. Then the engine
 runs the tuned setting, the default, every preset that it can run and the grid's ten best by turns, its link throttled
-for the second part. What was simulated is in DIR/tuned-h200-prepared.json, and used again if profile and tokens are the
-same.
+for the second part; those near the best of their cache size have more turns, as they decide. What was simulated is in
+DIR/tuned-h200-prepared.json, and used again if profile and tokens are the same.
 """
 
 from __future__ import annotations
@@ -40,10 +40,12 @@ from foreload.traces.schema import Trace
 FILE, PREPARED = "tuned-h200.json", "tuned-h200-prepared.json"
 RATIOS = (0.17, 0.25, 0.05, 0.5)
 LINKS = (None, 12_000_000_000)
-CONTEXT, WARM, STEPS, REPEATS = 1024, 8, 20, 3
+CONTEXT, WARM, STEPS = 1024, 8, 20
 PREPARE_SHARE, FULL_LINK_SHARE, MEASURE_SHARE = 0.4, 0.6, 0.95
 FEW = {"grid": 3, "presets": 2}
 """Of the best of each, those that are measured first."""
+NEAR, MOST = 1.06, 9
+"""Settings that take no longer than so many times the fastest of their cache size have up to so many repeats."""
 
 
 def on_engine(engine: Engine, routing: Mapping[str, Trace], until: float, out: Path) -> dict[str, Any]:
@@ -75,7 +77,7 @@ def measure(
     inputs = Inputs.of(HardwareProfile.load(out / PROFILE), workload, tokens)
     budgets = [Budget(link, ratio) for link in links for ratio in ratios]
     prepared = prepared_in(out, inputs, budgets, PREPARE_SHARE * (until - begun), first)
-    found = provenance(engine, [workload]) | {"repeats": REPEATS, "prepared": prepared, "rows": []}
+    found = provenance(engine, [workload]) | {"repeats": MOST, "prepared": prepared, "rows": []}
     write_json(out / FILE, found)
     for at, link in enumerate(links):
         share = FULL_LINK_SHARE if at + 1 < len(links) else MEASURE_SHARE
@@ -116,7 +118,7 @@ def _measure_link(
     until: float,
     out: Path,
 ) -> None:
-    """Rounds on one link: what decides regret, the rest, and that again; simulations beside them."""
+    """Rounds on one link: what decides regret, the rest, and again and again what is near the best; simulations."""
     decide_by(engine, costs)
     groups = [
         cells(of, workload.name, context) for of in prepared["budgets"].values() if of["link_bytes_per_s"] == link
@@ -124,14 +126,21 @@ def _measure_link(
     telling = [cell for one, _ in groups for cell in one]
     others = [cell for few in zip_longest(*(rest for _, rest in groups)) for cell in few if cell]
     beside, known = Beside(engine, [workload], until, link), list(found["rows"])
-    for turn in (telling, others, telling, telling, others):
-        beside.round(turn)
+    for turn in range(MOST + 1):
+        beside.round((telling, others)[turn] if turn < 2 else [cell for both in groups for cell in near(*both)])
         now = [row(cell, engine) | {"link_bytes_per_s": link} for cell in (*telling, *others)]
         found["rows"] = known + now
         found["regret"] = regrets(found)
         write_json(out / FILE, found)
     if simulator_ready():
         simulate_rows(now, [workload], costs, until + 10)
+
+
+def near(telling: Sequence[Cell], others: Sequence[Cell]) -> list[Cell]:
+    """Of a budget's cells the tuned one and those that may be the fastest."""
+    measured = [cell for cell in (*telling, *others) if cell.runs]
+    most = NEAR * min((cell.tpot_ms for cell in measured), default=0.0)
+    return [cell for cell in measured if cell.tpot_ms <= most or "tuned" in cell.name.split(" = ")]
 
 
 def simulate_measured(found: dict[str, Any], inputs: Inputs, workload: Workload) -> None:
