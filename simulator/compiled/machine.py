@@ -350,7 +350,7 @@ def _start_ns(m: Machine, r: Rates, entry: int) -> int:
 
 
 @inlined
-def _work_ns(m: Machine, r: Rates, gpu_ns: int) -> int:
+def work_ns(m: Machine, r: Rates, gpu_ns: int) -> int:
     """What a launch takes from now on: longer while copies run."""
     return int(gpu_ns * SCALE // r.gpu_rate if m.at[N_ISSUED] else gpu_ns)
 
@@ -360,17 +360,11 @@ def launch(m: Machine, r: Rates, kind: int, host_ns: int, gpu_ns: int, experts: 
     """Launch work on the stream; `experts` above 0 share memory with CPU experts, `key` is a copy it waits for."""
     begun = m.at[HOST]
     spend(m, kind, host_ns)
-    _queued(m, r, begun, m.at[HOST], gpu_ns, experts, key)
+    queued(m, r, begun, m.at[HOST], gpu_ns, experts, key)
 
 
 @inlined
-def launch_behind_cpu(m: Machine, r: Rates, begun: int, gpu_ns: int, rest_ns: int) -> None:
-    """What was launched at `begun`: of it `rest_ns` is left once the outputs of CPU experts are there, as now."""
-    _queued(m, r, begun, m.at[HOST] + _work_ns(m, r, rest_ns), gpu_ns, 0, -1)
-
-
-@inlined
-def _queued(m: Machine, r: Rates, begun: int, ended: int, gpu_ns: int, experts: int, key: int) -> None:
+def queued(m: Machine, r: Rates, begun: int, ended: int, gpu_ns: int, experts: int, key: int) -> None:
     """What was launched at `begun` and does not end before `ended` is behind what was launched before."""
     if m.at[N_LAUNCHED] == len(m.launch):
         m.at[FAILED] = 1
@@ -384,7 +378,7 @@ def _queued(m: Machine, r: Rates, begun: int, ended: int, gpu_ns: int, experts: 
     m.launch[entry, L_LANDED] = m.landed_at[key] if key >= 0 and has_landed(m, key) else -1
     plain = (key < 0 or m.launch[entry, L_LANDED] >= 0) and not (experts and m.job[CPU, ACTIVE])
     if plain and m.at[N_LAUNCHED] == 0:
-        m.at[FREE_AT] = max(_start_ns(m, r, entry) + _work_ns(m, r, gpu_ns), ended)
+        m.at[FREE_AT] = max(_start_ns(m, r, entry) + work_ns(m, r, gpu_ns), ended)
         return
     m.at[N_LAUNCHED] += 1
     if m.at[WORK] == W_NONE:
@@ -416,7 +410,7 @@ def _stream(m: Machine, r: Rates) -> None:
                 at[STREAM] = S_SHARING
                 start_job(m, r, GPU, work_ns, experts)
                 return
-            end = at[NOW] if state == S_SHARED else at[STREAM_START] + _work_ns(m, r, work_ns)
+            end = at[NOW] if state == S_SHARED else at[STREAM_START] + work_ns(m, r, work_ns)
             at[FREE_AT] = max(end, m.launch[entry, L_ENDED])
             at[STREAM] = S_IDLE
             at[FIRST] = (entry + 1) % len(m.launch)
