@@ -120,7 +120,7 @@ def _enter(
     if launched < 0:
         mach.launch(m, r, ATTENTION, steps.attention[at, 0], gpu_ns, 0, -1)
     else:
-        rest_ns = mach.work_ns(m, r, max(1, gpu_ns - g.ahead_ns))
+        rest_ns = mach.slowed_ns(m, r, max(1, gpu_ns - g.ahead_ns))
         mach.queued(m, r, launched, m.at[mach.HOST] + rest_ns, gpu_ns, 0, -1)
 
 

@@ -350,7 +350,7 @@ def _start_ns(m: Machine, r: Rates, entry: int) -> int:
 
 
 @inlined
-def work_ns(m: Machine, r: Rates, gpu_ns: int) -> int:
+def slowed_ns(m: Machine, r: Rates, gpu_ns: int) -> int:
     """What a launch takes from now on: longer while copies run."""
     return int(gpu_ns * SCALE // r.gpu_rate if m.at[N_ISSUED] else gpu_ns)
 
@@ -378,7 +378,7 @@ def queued(m: Machine, r: Rates, begun: int, ended: int, gpu_ns: int, experts: i
     m.launch[entry, L_LANDED] = m.landed_at[key] if key >= 0 and has_landed(m, key) else -1
     plain = (key < 0 or m.launch[entry, L_LANDED] >= 0) and not (experts and m.job[CPU, ACTIVE])
     if plain and m.at[N_LAUNCHED] == 0:
-        m.at[FREE_AT] = max(_start_ns(m, r, entry) + work_ns(m, r, gpu_ns), ended)
+        m.at[FREE_AT] = max(_start_ns(m, r, entry) + slowed_ns(m, r, gpu_ns), ended)
         return
     m.at[N_LAUNCHED] += 1
     if m.at[WORK] == W_NONE:
@@ -410,7 +410,7 @@ def _stream(m: Machine, r: Rates) -> None:
                 at[STREAM] = S_SHARING
                 start_job(m, r, GPU, work_ns, experts)
                 return
-            end = at[NOW] if state == S_SHARED else at[STREAM_START] + work_ns(m, r, work_ns)
+            end = at[NOW] if state == S_SHARED else at[STREAM_START] + slowed_ns(m, r, work_ns)
             at[FREE_AT] = max(end, m.launch[entry, L_ENDED])
             at[STREAM] = S_IDLE
             at[FIRST] = (entry + 1) % len(m.launch)
