@@ -14,12 +14,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from foreload.backend.cuda.kernels import attention, dense, experts, hold, prompt, route
+from foreload.backend.cuda.kernels import attention, dense, experts, hold, latent, prompt, route
 
 WORDS = re.compile(
     r"(?:ld|st)\.global\.\S*|cp\.async\.cg\S*|fence\.acq_rel\.sys|mma\.sync|mma_async|griddepcontrol\.[a-z_]+"
     r"|prefetch\.global\.L2"
 )
+SHARED_BYTES = 227 << 10
+"""Shared memory that a program may have."""
 FOUND: dict[str, dict[str, int]] = {}
 POINTERS = {"b": "*bf16", "f": "*fp32", "i": "*i32", "l": "*i64", "s": "*i16"}
 
@@ -35,8 +37,9 @@ def build(name: str, kernel: Any, tensors: str, warps: int = 4, stages: int = 3,
     kinds = {**signature, **dict.fromkeys(numbers, "i32"), **dict.fromkeys(fixed, "constexpr")}
     source = ASTSource(kernel, kinds, fixed, aligned)
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
-    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
-    FOUND[name] = dict(Counter(WORDS.findall(ptx)))
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert compiled.metadata.shared <= SHARED_BYTES, (name, compiled.metadata.shared)
+    FOUND[name] = dict(Counter(WORDS.findall(compiled.asm["ptx"])))
 
 
 ROW: dict[str, Any] = {"ROWS": 4, "COLS": 1024}
@@ -51,6 +54,7 @@ for rows in (1, 9):
         "bbbbfb",
         N=rows,
         HIDDEN=2048,
+        STRIDE=2048,
         OUT=5120,
         EPS=1e-6,
         BIAS=False,
@@ -65,7 +69,38 @@ build("rope_store", attention.rope_store, "fbbbibbb", 1, EPS=1e-6, NORM=True, RI
 merge = {"HEADS": 32, "DIM": 128, "DIMS": 128, "CHUNKS_UP": 32, "USED": 32, "BLOCK": 16, "SINKS": True, **CHUNKS}
 build("attend_merge", attention.attend_merge, "fffbib", **merge)
 top = {"EXPERTS": 128, "EXPERTS_UP": 128, "K": 8, "K_UP": 8, "NORMALISE": True, "TELL": True}
-build("top_k", route.top_k, "flfii", 1, **top)
+for family, heads, rank, nope, value, shared in (
+    ("deepseek-v2-lite", 16, 0, 128, 128, 2816),
+    ("glm-4.7-flash", 20, 768, 192, 256, 1536),
+):
+    sizes = {"HEADS": heads, "RANK": 512, "ROPE": 64, "RANK_UP": 512, "ROPE_UP": 64}
+    wide = heads * (nope + 64)
+    down = (rank or wide) + 576
+    build(f"norm_linear {family}", dense.norm_linear, "bbbbfb", N=1, HIDDEN=2048, STRIDE=2048, OUT=down, EPS=1e-6,
+          BIAS=False, KEEP=False, **ROW)  # fmt: skip
+    if rank:
+        build(f"norm_linear queries {family}", dense.norm_linear, "fbbbff", N=1, HIDDEN=rank, STRIDE=down, OUT=wide,
+              EPS=1e-6, BIAS=False, KEEP=False, **ROW)  # fmt: skip
+    build(f"fold_store {family}", latent.fold_store, "ffbbbibbb", NOPE=nope, Q_STRIDE=wide if rank else down,
+          KEPT_STRIDE=down, DIMS=64, TILE=64, EPS=1e-6, **sizes)  # fmt: skip
+    for kind, block, most in (("b", 64, 32), ("f", 32, 16)):
+        build(f"latent_chunks {kind} {family}", latent.latent_chunks, 2 * kind + "ifff", 8, 2, BLOCK=block,
+              M=16 if heads == 16 else most, SCALE=0.1, **sizes, **CHUNKS)  # fmt: skip
+    build(f"attend_merge {family}", attention.attend_merge, "ffffif", HEADS=heads, DIM=512, DIMS=128, CHUNKS_UP=32,
+          USED=32, BLOCK=16, SINKS=False, **CHUNKS)  # fmt: skip
+    build(f"latent_values {family}", latent.latent_values, "fbb", N=1, HEADS=heads, VALUE=value, RANK=512, ROWS=4,
+          RANK_UP=512)  # fmt: skip
+    build(f"linear_residual {family}", dense.linear_residual, "bbbbb", N=1, WIDTH=heads * value, OUT=2048, BIAS=False,
+          **ROW)  # fmt: skip
+    build(f"shared_gate_up {family}", experts.shared_gate_up, "bbbf", 1, N=1, HIDDEN=2048, WIDTH=shared, ROWS=2,
+          COLS=2048, SWITCH=False)  # fmt: skip
+    build(f"linear_residual shared {family}", dense.linear_residual, "fbbbb", N=1, WIDTH=shared, OUT=2048, BIAS=False,
+          **ROW)  # fmt: skip
+build("shared_gate_up switch", experts.shared_gate_up, "bbbf", 1, N=1, HIDDEN=2048, WIDTH=5632, ROWS=2, COLS=2048,
+      SWITCH=True)  # fmt: skip
+softmax = {"SIGMOID": False, "CORRECTED": False, "SCALE": 1.0}
+build("top_k", route.top_k, "flfiif", 1, **softmax, **top)
+build("top_k sigmoid", route.top_k, "flfiif", 1, **top, SIGMOID=True, CORRECTED=True, SCALE=1.8)
 build("replay_routes", route.replay_routes, "isflfi", 1, LAYER=3, LAYERS=48, K=8, K_UP=8, TELL=True)
 turn = {"LAYER": 3, "LAYERS": 48}
 for rows in (1, 9):
