@@ -15,6 +15,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from foreload.backend.cuda.kernels import attention, dense, experts, hold, latent, prompt, route
+from foreload.backend.cuda.kernels.ops import power_of_two
+from foreload.backend.cuda.kernels.triton_attention import (
+    FOLD_DIMS,
+    FOLD_TILE,
+    LATENT_DIMS,
+    LATENT_HEADS,
+    LATENT_ROWS,
+    VALUE_ROWS,
+)
+from foreload.backend.models.checkpoint import Checkpoint
 
 WORDS = re.compile(
     r"(?:ld|st)\.global\.\S*|cp\.async\.cg\S*|fence\.acq_rel\.sys|mma\.sync|mma_async|griddepcontrol\.[a-z_]+"
@@ -69,38 +79,39 @@ build("rope_store", attention.rope_store, "fbbbibbb", 1, EPS=1e-6, NORM=True, RI
 merge = {"HEADS": 32, "DIM": 128, "DIMS": 128, "CHUNKS_UP": 32, "USED": 32, "BLOCK": 16, "SINKS": True, **CHUNKS}
 build("attend_merge", attention.attend_merge, "fffbib", **merge)
 top = {"EXPERTS": 128, "EXPERTS_UP": 128, "K": 8, "K_UP": 8, "NORMALISE": True, "TELL": True}
-for family, heads, rank, nope, value, shared in (
-    ("deepseek-v2-lite", 16, 0, 128, 128, 2816),
-    ("glm-4.7-flash", 20, 768, 192, 256, 1536),
-):
-    sizes = {"HEADS": heads, "RANK": 512, "ROPE": 64, "RANK_UP": 512, "ROPE_UP": 64}
-    wide = heads * (nope + 64)
-    down = (rank or wide) + 576
-    build(f"norm_linear {family}", dense.norm_linear, "bbbbfb", N=1, HIDDEN=2048, STRIDE=2048, OUT=down, EPS=1e-6,
-          BIAS=False, KEEP=False, **ROW)  # fmt: skip
-    if rank:
-        build(f"norm_linear queries {family}", dense.norm_linear, "fbbbff", N=1, HIDDEN=rank, STRIDE=down, OUT=wide,
-              EPS=1e-6, BIAS=False, KEEP=False, **ROW)  # fmt: skip
-    build(f"fold_store {family}", latent.fold_store, "ffbbbibbb", NOPE=nope, Q_STRIDE=wide if rank else down,
-          KEPT_STRIDE=down, DIMS=64, TILE=64, EPS=1e-6, **sizes)  # fmt: skip
-    for kind, block, most in (("b", 64, 32), ("f", 32, 16)):
-        build(f"latent_chunks {kind} {family}", latent.latent_chunks, 2 * kind + "ifff", 8, 2, BLOCK=block,
-              M=16 if heads == 16 else most, SCALE=0.1, **sizes, **CHUNKS)  # fmt: skip
-    build(f"attend_merge {family}", attention.attend_merge, "ffffif", HEADS=heads, DIM=512, DIMS=128, CHUNKS_UP=32,
-          USED=32, BLOCK=16, SINKS=False, **CHUNKS)  # fmt: skip
-    build(f"latent_values {family}", latent.latent_values, "fbb", N=1, HEADS=heads, VALUE=value, RANK=512, ROWS=4,
-          RANK_UP=512)  # fmt: skip
-    build(f"linear_residual {family}", dense.linear_residual, "bbbbb", N=1, WIDTH=heads * value, OUT=2048, BIAS=False,
-          **ROW)  # fmt: skip
-    build(f"shared_gate_up {family}", experts.shared_gate_up, "bbbf", 1, N=1, HIDDEN=2048, WIDTH=shared, ROWS=2,
-          COLS=2048, SWITCH=False)  # fmt: skip
-    build(f"linear_residual shared {family}", dense.linear_residual, "fbbbb", N=1, WIDTH=shared, OUT=2048, BIAS=False,
-          **ROW)  # fmt: skip
-build("shared_gate_up switch", experts.shared_gate_up, "bbbf", 1, N=1, HIDDEN=2048, WIDTH=5632, ROWS=2, COLS=2048,
-      SWITCH=True)  # fmt: skip
 softmax = {"SIGMOID": False, "CORRECTED": False, "SCALE": 1.0}
 build("top_k", route.top_k, "flfiif", 1, **softmax, **top)
 build("top_k sigmoid", route.top_k, "flfiif", 1, **top, SIGMOID=True, CORRECTED=True, SCALE=1.8)
+for name in ("deepseek-v2-lite", "glm-4.7-flash"):
+    shape = Checkpoint.random(name).shape
+    assert shape.latent is not None
+    parts, hidden = shape.latent, shape.hidden
+    wide, rank = shape.heads * shape.head_dim, parts.query_rank
+    down = (rank or wide) + parts.row
+    sizes = {"HEADS": shape.heads, "RANK": parts.rank, "RANK_UP": power_of_two(parts.rank)}
+    rope = {"ROPE": parts.rope_dim, "ROPE_UP": power_of_two(parts.rope_dim)}
+    norm: dict[str, Any] = {"N": 1, "EPS": 1e-6, "BIAS": False, "KEEP": False, **ROW}
+    build(f"norm_linear {name}", dense.norm_linear, "bbbbfb", HIDDEN=hidden, STRIDE=hidden, OUT=down, **norm)
+    if rank:
+        build(f"norm_linear q {name}", dense.norm_linear, "fbbbff", HIDDEN=rank, STRIDE=down, OUT=wide, **norm)
+    fold: dict[str, Any] = {"NOPE": parts.nope_dim, "Q_STRIDE": wide if rank else down, "KEPT_STRIDE": down}
+    fold |= {"DIMS": FOLD_DIMS, "TILE": FOLD_TILE, "EPS": 1e-6, **sizes, **rope}
+    build(f"fold_store {name}", latent.fold_store, "ffbbbibbb", **fold)
+    for kind, size in (("b", 2), ("f", 4)):
+        heads = min(LATENT_HEADS // size, power_of_two(shape.heads))
+        fixed = {"BLOCK": LATENT_ROWS // size, "M": heads, "SCALE": 0.1, **sizes, **rope, **CHUNKS}
+        build(f"latent_chunks {kind} {name}", latent.latent_chunks, 2 * kind + "ifff", 8, 2, **fixed)
+    merge |= {"HEADS": shape.heads, "DIM": parts.rank, "DIMS": LATENT_DIMS, "SINKS": False}
+    build(f"attend_merge {name}", attention.attend_merge, "ffffif", **merge)
+    expand = {"N": 1, "VALUE": parts.value_dim, "ROWS": VALUE_ROWS, **sizes}
+    build(f"latent_values {name}", latent.latent_values, "fbb", **expand)
+    last: dict[str, Any] = {"N": 1, "OUT": hidden, "BIAS": False, **ROW}
+    width = shape.heads * parts.value_dim
+    build(f"linear_residual {name}", dense.linear_residual, "bbbbb", WIDTH=width, **last)
+    build(f"linear_residual shared {name}", dense.linear_residual, "fbbbb", WIDTH=shape.shared_width, **last)
+    for switch in (False, True):
+        both: dict[str, Any] = {"N": 1, "HIDDEN": hidden, "WIDTH": shape.shared_width, "ROWS": 2, "COLS": 2048}
+        build(f"shared_gate_up {switch} {name}", experts.shared_gate_up, "bbbf", 1, SWITCH=switch, **both)
 build("replay_routes", route.replay_routes, "isflfi", 1, LAYER=3, LAYERS=48, K=8, K_UP=8, TELL=True)
 turn = {"LAYER": 3, "LAYERS": 48}
 for rows in (1, 9):
