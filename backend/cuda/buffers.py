@@ -61,6 +61,27 @@ class HostMemory:
         self.soon.fill_(turn)
 
 
+@dataclass(frozen=True)
+class _Sizes:
+    """Numbers of a row that attention needs memory for."""
+
+    projected: int
+    expanded: int  # of queries that were compressed
+    key: int  # of a head
+    merged: int  # of a head, by chunks
+    value: int  # of a head
+    latents: int  # of all heads
+
+    @classmethod
+    def of(cls, shape: ModelShape) -> _Sizes:
+        wide, dim, latent = shape.heads * shape.head_dim, shape.head_dim, shape.latent
+        if latent is None:
+            return cls(wide + 2 * shape.kv_heads * dim, 0, dim, dim, dim, 0)
+        rank, queries = latent.query_rank, latent.query_rank or wide
+        all_latents = shape.heads * latent.rank
+        return cls(queries + latent.row, wide if rank else 0, latent.row, latent.rank, latent.value_dim, all_latents)
+
+
 @dataclass
 class DeviceMemory:
     """Activations of up to `rows` rows; a step of n rows uses the first n. Layers use the same ones in turn."""
@@ -70,9 +91,12 @@ class DeviceMemory:
     r: Tensor  # [rows, hidden], after attention
     base: Tensor  # [rows, hidden], r and what shared experts add
     h: Tensor  # [rows, hidden], the experts' normed input
-    qkv: Tensor  # float32 [rows, (heads + 2 kv heads) * dim]
-    q: Tensor  # [rows, heads, dim]
-    mixed: Tensor  # [rows, heads * dim]
+    qkv: Tensor  # float32 [rows, (heads + 2 kv heads) * dim], or [rows, queries or their rank + row] if it is latent
+    queries: Tensor  # float32 [rows, heads * dim], compressed queries after expansion
+    q: Tensor  # [rows, heads, dim], or folded [rows, heads, row]
+    latents: Tensor  # float32 [rows, heads * rank], what latent attention gives before the expansion of values
+    mixed: Tensor  # [rows, heads * dim of values]
+    shared: Tensor  # float32 [rows, width of all shared experts]
     scores: Tensor  # float32 [rows, experts]
     ids: Tensor  # int64 [rows, k]
     weights: Tensor  # float32 [rows, k]
@@ -90,7 +114,8 @@ class DeviceMemory:
     @classmethod
     def make(cls, shape: ModelShape, rows: int, context: int, dtype: torch.dtype, device: torch.device) -> DeviceMemory:
         """Zeros."""
-        items, wide = rows * shape.top_k, shape.heads * shape.head_dim
+        items = rows * shape.top_k
+        sizes = _Sizes.of(shape)
 
         def make(kind: torch.dtype, *size: int) -> Tensor:
             return torch.zeros(size, dtype=kind, device=device)
@@ -102,9 +127,12 @@ class DeviceMemory:
             r=make(dtype, rows, shape.hidden),
             base=make(dtype, rows, shape.hidden),
             h=make(dtype, rows, shape.hidden),
-            qkv=make(full, rows, wide + 2 * shape.kv_heads * shape.head_dim),
-            q=make(dtype, rows, shape.heads, shape.head_dim),
-            mixed=make(dtype, rows, wide),
+            qkv=make(full, rows, sizes.projected),
+            queries=make(full, rows, sizes.expanded),
+            q=make(dtype, rows, shape.heads, sizes.key),
+            latents=make(full, rows, sizes.latents),
+            mixed=make(dtype, rows, shape.heads * sizes.value),
+            shared=make(full, rows, shape.shared_width),
             scores=make(full, rows, shape.experts),
             ids=make(number, rows, shape.top_k),
             weights=make(full, rows, shape.top_k),
@@ -117,16 +145,17 @@ class DeviceMemory:
             waves=make(number, items, ENTRY),
             listed=make(number, items),
             on_host=make(number, items),
-            scratch=AttentionScratch.on(device, rows, shape.heads, shape.head_dim, context),
+            scratch=AttentionScratch.on(device, rows, shape.heads, sizes.merged, context),
         )
 
     def of(self, rows: int, top_k: int) -> DeviceMemory:
         """Views of the first rows."""
         items = rows * top_k
-        by_row = ("x", "r", "base", "h", "qkv", "q", "mixed", "scores", "logits", "ids", "weights")
+        by_row = ("x", "r", "base", "h", "scores", "logits", "ids", "weights")
+        attention = ("qkv", "queries", "q", "latents", "mixed", "shared")
         guessed = ("guess_ids", "guess_weights")
         by_item = ("mid", "out", "plan", "waves", "listed", "on_host")
-        views = {name: getattr(self, name)[:rows] for name in (*by_row, *guessed)}
+        views = {name: getattr(self, name)[:rows] for name in (*by_row, *attention, *guessed)}
         views |= {name: getattr(self, name)[:items] for name in by_item}
         scratch = self.scratch
         part = AttentionScratch(scratch.chunk, scratch.largest[:rows], scratch.weight[:rows], scratch.partial[:rows])

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from foreload.backend.cuda.buffers import DeviceMemory, HostMemory
 from foreload.backend.cuda.kernels.layout import BlockLayout
-from foreload.backend.cuda.kernels.ops import PLANNED, ExpertBuffers, HostInputs, HostOutputs, Ops, Turn
-from foreload.backend.models.attention import GroupedAttention, LatentAttention
+from foreload.backend.cuda.kernels.ops import PLANNED, ExpertBuffers, HostInputs, HostOutputs, Ops, Ranking, Turn
+from foreload.backend.models.attention import LATENT_EPS, GroupedAttention, LatentAttention
 from foreload.backend.models.decoder import Block, Decoder
 from foreload.backend.models.routing import route
 from foreload.backend.predict.base import Predictor
 from foreload.backend.replay import Replay
+from foreload.shape import ModelShape
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,12 @@ class Guess:
         )
 
 
+def ranking_of(shape: ModelShape) -> Ranking:
+    """How gates without groups make weights of their logits (`routing.route`)."""
+    normalise = shape.normalise_weights or shape.scoring == "topk_softmax"
+    return Ranking(normalise, shape.scoring == "sigmoid_topk", shape.routed_scale)
+
+
 class Pieces:
     """Pieces for steps of `rows` rows. All read and write the tensors of `device` and `host`, which stay."""
 
@@ -82,7 +89,7 @@ class Pieces:
         self.m, self.host = device.of(rows, decoder.shape.top_k), host
         self._decoder, self._ops, self.layouts = decoder, ops, tuple(layouts)
         self.items = rows * decoder.shape.top_k
-        self._positions = torch.arange(rows, device=decoder.device)
+        self._ranking = ranking_of(decoder.shape)
         self._guess = Guess.on(decoder.device, decoder.shape.experts, rows, behaviour)
 
     # A layer up to its routing
@@ -128,18 +135,16 @@ class Pieces:
         ops.linear_residual(m.mixed, attention.o, attention.o_bias, m.x, m.r)
 
     def _latent(self, block: Block, attention: LatentAttention) -> None:
-        """Over the whole context's rows, those not yet written hidden: torch operators, whatever the length is."""
-        m, latent = self.m, attention.latent
-        h = self._norm(m.x, block.input_norm)
-        positions = m.current[1] + self._positions
-        attention.rows.index_copy_(0, positions, attention.row(h, positions))
-        rows = attention.rows
-        queries = attention.queries(h, positions)
-        scores = (queries @ rows.T * self.shape.score_scale).float()
-        hidden = torch.arange(len(rows), device=h.device) > positions[:, None]
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1).to(rows.dtype)
-        mixed = torch.einsum("hnr,hvr->nhv", weights @ rows[:, : latent.rank], attention.value_up)
-        m.r.copy_(m.x + F.linear(mixed.reshape(self.rows, -1), attention.o))
+        m, ops, latent, rotary = self.m, self._ops, attention.latent, attention.rotary
+        ops.norm_linear(m.x, block.input_norm, attention.down, None, m.qkv, None, self.shape.norm_eps)
+        queries, kept = m.qkv.split([m.qkv.shape[1] - latent.row, latent.row], 1)
+        if attention.q_a_norm is not None and attention.q_b is not None:
+            ops.norm_linear(queries, attention.q_a_norm, attention.q_b, None, m.queries, None, LATENT_EPS)
+            queries = m.queries
+        rows, now = attention.rows, m.current
+        ops.fold_store(queries, kept, attention.kv_a_norm, rotary, now, attention.key_up, m.q, rows, LATENT_EPS)
+        ops.latent_attend(m.q, rows, now, m.scratch, m.latents, attention.value_up, m.mixed, self.shape.score_scale)
+        ops.linear_residual(m.mixed, attention.o, None, m.x, m.r)
 
     def _dense(self, block: Block) -> None:
         """A layer without experts, from x to x."""
@@ -156,16 +161,14 @@ class Pieces:
         # What the host must be told last waits for what comes after the gate.
         late, replay = self.behaviour.cpu, self.behaviour.replay
         words = self.host.words[at, : self.items]
-        if shape.scoring == "sigmoid_topk" or shape.groups > 1:
+        if shape.groups > 1:
             ids, weights = route(m.scores, layer.correction, shape)
             m.ids.copy_(ids)
             m.weights.copy_(weights)
             late |= replay is None
         else:
-            normalise = shape.normalise_weights or shape.scoring == "topk_softmax"
-            ops.top_k(m.scores, m.ids, m.weights, normalise, m.current, None if late or replay else words)
-            if shape.routed_scale != 1:
-                m.weights.mul_(shape.routed_scale)
+            told = None if late or replay else words
+            ops.top_k(m.scores, m.ids, m.weights, self._ranking, m.current, told, layer.correction)
         self._replayed(at, None if late else words)
         if late:
             self._tell(at)
@@ -194,7 +197,7 @@ class Pieces:
         m, behaviour = self.m, self.behaviour
         predictor = behaviour.predictor
         assert predictor is not None
-        if at + 1 not in behaviour.speculated and self._has_plain_gates and predictor.plain:
+        if at + 1 not in behaviour.speculated and self.shape.groups <= 1 and predictor.plain:
             self._predict_by_gates(at, predictor)
             return
         found = predictor.ahead(at, m.r, m.ids, m.weights, behaviour.depth)
@@ -208,11 +211,6 @@ class Pieces:
             m.guess_ids.copy_(ids)
             m.guess_weights.copy_(weights)
 
-    @property
-    def _has_plain_gates(self) -> bool:
-        """Whether gates rank experts by their scores, as `top_k` does."""
-        return self.shape.scoring != "sigmoid_topk" and self.shape.groups <= 1
-
     def _predict_by_gates(self, at: int, predictor: Predictor) -> None:
         """A `plain` predictor, each layer ahead in two kernels, the second of which tells the host."""
         m, behaviour, ops, guess = self.m, self.behaviour, self._ops, self._guess
@@ -225,7 +223,7 @@ class Pieces:
                 stream, layer.moe_norm, layer.gate, layer.gate_bias, guess.scores, None, self.shape.norm_eps
             )
             told = None if behaviour.replay is not None else words[ahead]
-            ops.top_k(guess.scores, best, guess.chances, True, m.current, told)
+            ops.top_k(guess.scores, best, guess.chances, self._ranking, m.current, told, layer.correction)
         if behaviour.replay is not None:
             table = behaviour.replay.guesses(predictor, behaviour.depth, behaviour.width)
             ops.replay_predictions(m.current, table, at + 1, found)
@@ -259,11 +257,11 @@ class Pieces:
 
     def combine(self, at: int, cpu: bool) -> None:
         """From r and the outputs to x; `cpu`: some outputs are the host's."""
-        m, shared = self.m, self._decoder.shared(at, self.m.h)
-        base = m.r
+        m, shared, base = self.m, self._decoder.layers[at].shared, self.m.r
         if shared is not None:
-            m.base.copy_(m.r + shared)
             base = m.base
+            self._ops.shared_gate_up(m.h, shared.gate_up, shared.switch, m.shared)
+            self._ops.linear_residual(m.shared, shared.down, None, m.r, base)
         host = HostOutputs(self.host.out[: self.rows], m.on_host, self.host.soon, self._turn(at)) if cpu else None
         self._ops.combine(base, m.weights, m.out, m.x, host)
 

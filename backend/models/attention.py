@@ -36,10 +36,9 @@ class Attention(ABC):
         """All device tensors, weights and cache."""
 
 
-def rotate(x: Tensor, rotary: Rotary, position: int | Tensor) -> Tensor:
-    """x [n, heads, dim] rotated for positions `position`.. , or for those in a tensor [n]."""
-    rows = position if isinstance(position, Tensor) else slice(position, position + x.shape[0])
-    cos, sin = (table[rows] for table in rotary)
+def rotate(x: Tensor, rotary: Rotary, position: int) -> Tensor:
+    """x [n, heads, dim] rotated for positions `position`.. ."""
+    cos, sin = (table[position : position + x.shape[0]] for table in rotary)
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 
@@ -223,12 +222,13 @@ class LatentAttention(Attention):
         """`w` holds the layer's tensors by our names (`tensors.layer_tensors`)."""
         self.shape, self.latent, self.rotary = shape, latent, rotary
         key = latent.nope_dim + latent.rope_dim
-        queries = "q_b" if latent.query_rank else "q"
-        self.q_a, self.q_a_norm = w.get("q_a"), w.get("q_a_norm")
-        by_head = w[queries].unflatten(0, (shape.heads, key))
+        by_head = w["q_b" if latent.query_rank else "q"].unflatten(0, (shape.heads, key))
         halves = _halves(latent.rope_dim)
-        self.q = torch.cat([by_head[:, : latent.nope_dim], by_head[:, latent.nope_dim :][:, halves]], 1).flatten(0, 1)
-        self.kv_a = torch.cat([w["kv_a"][: latent.rank], w["kv_a"][latent.rank :][halves]])
+        q = torch.cat([by_head[:, : latent.nope_dim], by_head[:, latent.nope_dim :][:, halves]], 1).flatten(0, 1)
+        self.q_a_norm, self.q_b = w.get("q_a_norm"), q if latent.query_rank else None
+        q = w["q_a"] if latent.query_rank else q
+        self.down = torch.cat([q, w["kv_a"][: latent.rank], w["kv_a"][latent.rank :][halves]])  # all that h goes into
+        self.q, self.kv_a = self.down.split([len(q), latent.row])
         self.kv_a_norm, self.o = w["kv_a_norm"], w["o"]
         expand = w["kv_b"].unflatten(0, (shape.heads, latent.nope_dim + latent.value_dim))
         self.key_up = expand[:, : latent.nope_dim].contiguous()  # [heads, nope, rank]
@@ -238,10 +238,9 @@ class LatentAttention(Attention):
     def tensors(self) -> list[Tensor]:
         """All device tensors, weights and cache."""
         some = (
-            self.q_a,
+            self.down,
             self.q_a_norm,
-            self.q,
-            self.kv_a,
+            self.q_b,
             self.kv_a_norm,
             self.o,
             self.key_up,
@@ -253,10 +252,10 @@ class LatentAttention(Attention):
     def attend(self, h: Tensor, position: int) -> Tensor:
         """h [n, hidden] at positions `position`.. -> [n, hidden]; latent rows are kept."""
         shape, latent, n = self.shape, self.latent, h.shape[0]
-        self.rows[position : position + n] = self.row(h, position)
+        self.rows[position : position + n] = self._row(h, position)
         rows = self.rows[: position + n]
         out = masked_attention(
-            self.queries(h, position),
+            self._queries(h, position),
             rows[None],
             rows[None, :, : latent.rank],
             0,
@@ -268,19 +267,20 @@ class LatentAttention(Attention):
         mixed = torch.einsum("nhr,hvr->nhv", out, self.value_up)
         return F.linear(mixed.reshape(n, -1), self.o)
 
-    def row(self, h: Tensor, position: int | Tensor) -> Tensor:
+    def _row(self, h: Tensor, position: int) -> Tensor:
         """What is kept of h [n, hidden]: the normed latent and the rotated key, [n, row]."""
         latent = self.latent
         kept, key = F.linear(h, self.kv_a).split([latent.rank, latent.rope_dim], 1)
         kept = F.rms_norm(kept, (latent.rank,), self.kv_a_norm, LATENT_EPS)
         return torch.cat([kept, rotate(key[:, None], self.rotary, position)[:, 0]], 1)
 
-    def queries(self, h: Tensor, position: int | Tensor) -> Tensor:
+    def _queries(self, h: Tensor, position: int) -> Tensor:
         """Queries against latent rows, [heads, n, row]."""
         latent = self.latent
-        if self.q_a is not None:
-            h = F.rms_norm(F.linear(h, self.q_a), (latent.query_rank,), self.q_a_norm, LATENT_EPS)
-        q = F.linear(h, self.q).view(h.shape[0], self.shape.heads, -1)
+        q = F.linear(h, self.q)
+        if self.q_b is not None:
+            q = F.linear(F.rms_norm(q, (latent.query_rank,), self.q_a_norm, LATENT_EPS), self.q_b)
+        q = q.view(h.shape[0], self.shape.heads, -1)
         nope, rope = q.split([latent.nope_dim, latent.rope_dim], 2)
         folded = torch.einsum("nhd,hdr->nhr", nope, self.key_up)
         return torch.cat([folded, rotate(rope, self.rotary, position)], 2).transpose(0, 1)

@@ -29,7 +29,7 @@ BY_NAME: dict[str, dict[str, Any]] = {
     "gpt-oss-20b": {"head_dim": 16},
     "gpt-oss-120b": {"head_dim": 16},
     "glm-4.7-flash": {"moe_intermediate_size": 32, **LATENT},
-    "deepseek-v2-lite": {"moe_intermediate_size": 32, **LATENT},
+    "deepseek-v2-lite": {"moe_intermediate_size": 32, **LATENT, "q_lora_rank": None},
 }
 
 

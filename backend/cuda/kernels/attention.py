@@ -155,7 +155,7 @@ def attend_merge(
     SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Program (row, head): out [n, HEADS * DIM] from the chunks that hold keys.
+    """Program (row, head, DIMS of the head's): out [n, HEADS * DIM] from the chunks that hold keys.
 
     SINKS: a logit per head that has no value. CHUNKS_UP: CHUNKS or the next power of two; USED: those
     that this layer's cache has, added up BLOCK at a time.
@@ -175,7 +175,7 @@ def attend_merge(
     total = tl.sum(sums * tl.exp(tops - top), axis=0)
     if SINKS:
         total += tl.exp(sink - top)
-    dims = tl.arange(0, DIMS)
+    dims = tl.program_id(2) * DIMS + tl.arange(0, DIMS)
     acc = tl.zeros([DIMS], tl.float32)
     for first in range(0, USED, BLOCK):
         if first * CHUNK < length:

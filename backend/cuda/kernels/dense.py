@@ -39,7 +39,7 @@ def embed(
 
 
 @triton.jit
-def _fetch(weights: tl.tensor, row: tl.tensor, ROWS: tl.constexpr, WIDTH: tl.constexpr, OUT: tl.constexpr) -> None:
+def fetch(weights: tl.tensor, row: tl.tensor, ROWS: tl.constexpr, WIDTH: tl.constexpr, OUT: tl.constexpr) -> None:
     """ROWS rows of `weights` [OUT, WIDTH] from `row` on begin to come into the L2 cache, in lines of 128 bytes.
 
     Nothing that a step computes decides which they are, so they come while the kernel before this one still runs.
@@ -63,6 +63,7 @@ def norm_linear(
     normed: tl.tensor,
     N: int,
     HIDDEN: tl.constexpr,
+    STRIDE: tl.constexpr,
     OUT: tl.constexpr,
     EPS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -71,10 +72,13 @@ def norm_linear(
     KEEP: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Program (row tile of `weights`): y [N, OUT] = weights @ rms_norm(x); KEEP: the first writes `normed`."""
+    """Program (row tile of `weights`): y [N, OUT] = weights @ rms_norm(x); KEEP: the first writes `normed`.
+
+    x [N, HIDDEN], rows STRIDE apart.
+    """
     tile = tl.program_id(0)
     if PDL:
-        _fetch(weights, tile * ROWS, ROWS, HIDDEN, OUT)
+        fetch(weights, tile * ROWS, ROWS, HIDDEN, OUT)
     follow(PDL, True)
     rows = tile * ROWS + tl.arange(0, ROWS)
     inside_rows = rows < OUT
@@ -82,14 +86,14 @@ def norm_linear(
         squares = tl.zeros([COLS], tl.float32)
         for at in range(0, HIDDEN, COLS):
             cols = at + tl.arange(0, COLS)
-            value = tl.load(x + token * HIDDEN + cols, mask=cols < HIDDEN, other=0.0).to(tl.float32)
+            value = tl.load(x + token * STRIDE + cols, mask=cols < HIDDEN, other=0.0).to(tl.float32)
             squares += value * value
         scale = tl.rsqrt(tl.sum(squares, axis=0) / HIDDEN + EPS)
         total = tl.zeros([ROWS, COLS], tl.float32)
         for at in range(0, HIDDEN, COLS):
             cols = at + tl.arange(0, COLS)
             inside = cols < HIDDEN
-            value = tl.load(x + token * HIDDEN + cols, mask=inside, other=0.0).to(tl.float32)
+            value = tl.load(x + token * STRIDE + cols, mask=inside, other=0.0).to(tl.float32)
             value = value * scale * tl.load(norm + cols, mask=inside, other=0.0).to(tl.float32)
             value = value.to(x.dtype.element_ty)
             if KEEP:
@@ -121,7 +125,7 @@ def linear_residual(
     """Program (row tile of `weights`): y [N, OUT] = residual + weights @ x [N, WIDTH]."""
     tile = tl.program_id(0)
     if PDL:
-        _fetch(weights, tile * ROWS, ROWS, WIDTH, OUT)
+        fetch(weights, tile * ROWS, ROWS, WIDTH, OUT)
     follow(PDL, True)
     rows = tile * ROWS + tl.arange(0, ROWS)
     inside_rows = rows < OUT

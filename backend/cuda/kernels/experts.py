@@ -1,4 +1,4 @@
-"""Grouped expert kernels over slot addresses, for any number of tokens per expert.
+"""Grouped expert kernels over slot addresses, for any number of tokens per expert; shared experts.
 
 A *plan* is int64 [groups, 4]: slot address (0: nothing to do), first item, items. An *item* is token * k + rank;
 `items` lists those of each group. `gate_up` writes the activated products mid [items, width], `down` the outputs out
@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from foreload.backend.cuda.kernels.dense import fetch
 from foreload.backend.cuda.kernels.hold import follow, turn_of, words_of
 
 
@@ -307,6 +308,42 @@ def down(
                 )  # fmt: skip
             found += _biases(address, rows, inside, BIAS, BIAS_STRIDE, BIAS_BYTES)
             tl.store(out + item * HIDDEN + rows, found, mask=inside)
+
+
+@triton.jit(do_not_specialize=["N"])
+def shared_gate_up(
+    x: tl.tensor,
+    gate_up: tl.tensor,
+    switch: tl.tensor,
+    mid: tl.tensor,
+    N: int,
+    HIDDEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    SWITCH: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Program (row tile): mid [N, WIDTH] fp32 = silu(gate x) * up x for all tokens x [N, HIDDEN].
+
+    gate_up [2 WIDTH, HIDDEN]: the rows of gate, then those of up. SWITCH: times sigmoid(switch x), switch [1, HIDDEN].
+    """
+    tile = tl.program_id(0)
+    if PDL:
+        fetch(gate_up, tile * ROWS, ROWS, HIDDEN, 2 * WIDTH)
+        fetch(gate_up, tile * ROWS + WIDTH, ROWS, HIDDEN, 2 * WIDTH)
+    follow(PDL, True)
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    inside = rows < WIDTH
+    for token in range(N):
+        row = x + token * HIDDEN
+        gate = _float_products(gate_up, gate_up, rows, inside, row, HIDDEN, ROWS, COLS, HIDDEN, 0, 0)
+        up = _float_products(gate_up + WIDTH * HIDDEN, gate_up, rows, inside, row, HIDDEN, ROWS, COLS, HIDDEN, 0, 0)
+        found = _activated(gate, up, "silu", 0.0, 0.0)
+        if SWITCH:
+            first = tl.arange(0, 1)
+            found *= tl.sigmoid(_float_products(switch, switch, first, first == 0, row, HIDDEN, 1, COLS, HIDDEN, 0, 0))
+        tl.store(mid + token * WIDTH + rows, found, mask=inside)
 
 
 @triton.jit(do_not_specialize=["LAYER"])

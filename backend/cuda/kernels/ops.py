@@ -36,6 +36,18 @@ class Turn:
     at: int
 
 
+@dataclass(frozen=True)
+class Ranking:
+    """How `top_k` makes weights of logits: by softmax over all experts or sigmoids, in the end times `scale`.
+
+    `normalise`: the weights of the k that are chosen add up to 1 before that.
+    """
+
+    normalise: bool
+    sigmoid: bool = False
+    scale: float = 1.0
+
+
 @dataclass
 class ExpertBuffers:
     """What expert kernels read and write, for at most `items` items.
@@ -108,6 +120,11 @@ def chunk_tokens(context: int) -> int:
     return max(64, power_of_two(-(-context // 256)))
 
 
+def tiles(count: int, size: int) -> int:
+    """Tiles of a size that hold so many."""
+    return -(-count // size)
+
+
 def power_of_two(n: int) -> int:
     """The smallest power of two that is at least n."""
     return 1 << max(0, n - 1).bit_length()
@@ -131,7 +148,7 @@ class Ops(ABC):
         normed: Tensor | None,
         eps: float,
     ) -> None:
-        """y = weights @ rms_norm(x) + bias; `normed` receives the norm's output."""
+        """y = weights @ rms_norm(x) + bias; `normed` receives the norm's output. x may be columns of a wider tensor."""
 
     @abstractmethod
     def rope_store(
@@ -168,14 +185,62 @@ class Ops(ABC):
         """
 
     @abstractmethod
+    def fold_store(
+        self,
+        queries: Tensor,
+        kept: Tensor,
+        norm: Tensor,
+        tables: tuple[Tensor, Tensor],
+        current: Tensor,
+        key_up: Tensor,
+        q: Tensor,
+        rows: Tensor,
+        eps: float,
+    ) -> None:
+        """Queries and rows of latent attention, at the current position.
+
+        queries [n, heads * (nope + rope)]: those parts that are not rotated go through key_up [heads, nope, rank], the
+        others are rotated, into q [n, heads, rank + rope]. kept [n, rank + rope]: the latent is normed (`norm` [rank]),
+        the key rotated; they go into the layer's rows [context, rank + rope].
+        """
+
+    @abstractmethod
+    def latent_attend(
+        self,
+        q: Tensor,
+        rows: Tensor,
+        current: Tensor,
+        scratch: AttentionScratch,
+        mixed: Tensor,
+        value_up: Tensor,
+        out: Tensor,
+        scale: float,
+    ) -> None:
+        """Causal attention of q [n, heads, rank + rope] over latent rows up to each row's position.
+
+        mixed float32 [n, heads * rank] receives the latents, out [n, heads * value] what value_up [heads, value, rank]
+        makes of them.
+        """
+
+    @abstractmethod
     def linear_residual(self, x: Tensor, weights: Tensor, bias: Tensor | None, residual: Tensor, y: Tensor) -> None:
         """y = residual + weights @ x + bias."""
 
     @abstractmethod
     def top_k(
-        self, logits: Tensor, ids: Tensor, weights: Tensor, normalise: bool, current: Tensor, words: Tensor | None
+        self,
+        logits: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        ranking: Ranking,
+        current: Tensor,
+        words: Tensor | None,
+        correction: Tensor | None = None,
     ) -> None:
-        """Softmax over all experts, the k largest in rank order (ties: the lower id); the ids also go to `words`."""
+        """The k largest of all experts in rank order (ties: the lower id); the ids also go to `words`.
+
+        `correction` float32 [experts] is added to sigmoids to rank them, but not to the weights.
+        """
 
     @abstractmethod
     def replay_routes(
@@ -233,6 +298,13 @@ class Ops(ABC):
 
         plan int64 [tiles, ENTRY], at most TOKENS items each, and listed int64 [items] are on the device; mid and out
         are of x's type. UsageError for a layout that has no `tile_columns`.
+        """
+
+    @abstractmethod
+    def shared_gate_up(self, x: Tensor, gate_up: Tensor, switch: Tensor | None, mid: Tensor) -> None:
+        """mid float32 [n, width] = silu(gate x) * up x, for gate_up [2 width, hidden], gate's rows first.
+
+        `switch` [1, hidden]: times sigmoid(switch x).
         """
 
     @abstractmethod

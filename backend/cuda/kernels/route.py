@@ -15,15 +15,21 @@ def top_k(
     weights: tl.tensor,
     current: tl.tensor,
     words: tl.tensor,
+    correction: tl.tensor,
     EXPERTS: tl.constexpr,
     EXPERTS_UP: tl.constexpr,
     K: tl.constexpr,
     K_UP: tl.constexpr,
     NORMALISE: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    CORRECTED: tl.constexpr,
+    SCALE: tl.constexpr,
     TELL: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Program (row): softmax over all experts in fp32, the K largest in rank order (ties: the lower id).
+    """Program (row): softmax over all experts in fp32, the K largest in rank order (ties: the lower id), times SCALE.
+
+    SIGMOID: the scores are sigmoids instead; CORRECTED: ranked after `correction` [EXPERTS] fp32 is added.
 
     logits [n, EXPERTS] fp32; ids [n, K] int64, weights [n, K] fp32. _UP: the next power of two. TELL: the ids also go
     to `words` in host memory, as `publish` writes them.
@@ -31,18 +37,29 @@ def top_k(
     follow(PDL, True)
     row = tl.program_id(0)
     experts, ranks = tl.arange(0, EXPERTS_UP), tl.arange(0, K_UP)
-    left = tl.load(logits + row * EXPERTS + experts, mask=experts < EXPERTS, other=float("-inf"))
-    highest = tl.max(left, axis=0)
-    total = tl.sum(tl.exp(left - highest), axis=0)
-    chosen, chances = tl.zeros([K_UP], tl.int32), tl.zeros([K_UP], tl.float32)
+    inside = experts < EXPERTS
+    left = tl.load(logits + row * EXPERTS + experts, mask=inside, other=float("-inf"))
+    if not SIGMOID:
+        highest = tl.max(left, axis=0)
+        total = tl.sum(tl.exp(left - highest), axis=0)
+    elif CORRECTED:
+        left = tl.where(inside, tl.sigmoid(left) + tl.load(correction + experts, mask=inside, other=0.0), left)
+    chosen = tl.zeros([K_UP], tl.int32)
     for rank in range(K):
         best = tl.max(left, axis=0)
         first = tl.min(tl.where(left == best, experts, EXPERTS - 1), axis=0)
         chosen = tl.where(ranks == rank, first, chosen)
-        chances = tl.where(ranks == rank, tl.exp(best - highest) / total, chances)
         left = tl.where(experts == first, float("-inf"), left)
-    if NORMALISE:
-        chances = chances / tl.sum(chances, axis=0)
+    score = tl.load(logits + row * EXPERTS + chosen, mask=ranks < K, other=float("-inf"))
+    if SIGMOID:
+        chances = tl.sigmoid(score)
+        if NORMALISE:
+            chances = chances / (tl.sum(chances, axis=0) + 1e-20)  # `routing.SMALLEST_SUM`
+    else:
+        chances = tl.exp(score - highest) / total
+        if NORMALISE:
+            chances = chances / tl.sum(chances, axis=0)
+    chances *= SCALE
     tl.store(ids + row * K + ranks, chosen.to(tl.int64), mask=ranks < K)
     tl.store(weights + row * K + ranks, chances, mask=ranks < K)
     if TELL:

@@ -17,8 +17,10 @@ from foreload.backend.cuda.kernels.ops import (
     HostInputs,
     HostOutputs,
     Ops,
+    Ranking,
     Turn,
 )
+from foreload.backend.models.routing import SMALLEST_SUM
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 
@@ -141,16 +143,70 @@ class TorchOps(Ops):
             chances = scores.softmax(-1)[:, : end - start]
             out[row] = (chances[:, None] @ values)[:, 0].reshape(heads * dim)
 
+    def fold_store(  # noqa: D102
+        self,
+        queries: Tensor,
+        kept: Tensor,
+        norm: Tensor,
+        tables: tuple[Tensor, Tensor],
+        current: Tensor,
+        key_up: Tensor,
+        q: Tensor,
+        rows: Tensor,
+        eps: float,
+    ) -> None:
+        (heads, nope, rank), at = key_up.shape, int(current[1])
+        for row in range(len(q)):  # one at a time: a row does not depend on its company
+            cos, sin = (table[at + row].float() for table in tables)
+            plain, turned = queries[row].float().view(heads, -1).split([nope, len(cos[0])], 1)
+            turned = turned * cos + turned.roll(len(cos[0]) // 2, 1) * sin
+            q[row, :, :rank] = (plain[:, None] @ key_up.float())[:, 0]
+            q[row, :, rank:] = turned
+            latent, key = kept[row].float().split([rank, len(cos[0])])
+            rows[at + row, :rank] = F.rms_norm(latent, (rank,), norm.float(), eps)
+            rows[at + row, rank:] = (key * cos + key.roll(len(cos[0]) // 2) * sin)[0]
+
+    def latent_attend(  # noqa: D102
+        self,
+        q: Tensor,
+        rows: Tensor,
+        current: Tensor,
+        scratch: AttentionScratch,
+        mixed: Tensor,
+        value_up: Tensor,
+        out: Tensor,
+        scale: float,
+    ) -> None:
+        for row in range(len(q)):
+            seen = rows[: int(current[1]) + row + 1].float()
+            chances = (q[row].float() @ seen.T * scale).softmax(-1)
+            latents = chances @ seen[:, : value_up.shape[2]]
+            mixed[row] = latents.reshape(-1)
+            out[row] = (value_up.float() @ latents[..., None]).reshape(-1)
+
     def linear_residual(self, x: Tensor, weights: Tensor, bias: Tensor | None, residual: Tensor, y: Tensor) -> None:  # noqa: D102
         y.copy_(residual.float() + _rows(x, weights, bias))
 
     def top_k(  # noqa: D102
-        self, logits: Tensor, ids: Tensor, weights: Tensor, normalise: bool, current: Tensor, words: Tensor | None
+        self,
+        logits: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        ranking: Ranking,
+        current: Tensor,
+        words: Tensor | None,
+        correction: Tensor | None = None,
     ) -> None:
-        order = logits.argsort(dim=-1, descending=True, stable=True)[:, : ids.shape[1]]
-        chances = logits.float().softmax(-1).gather(1, order)
+        scores = logits.float().sigmoid() if ranking.sigmoid else logits.float().softmax(-1)
+        ranked = logits
+        if ranking.sigmoid and correction is not None:
+            ranked = scores + correction
+        order = ranked.argsort(dim=-1, descending=True, stable=True)[:, : ids.shape[1]]
+        chances = scores.gather(1, order)
+        if ranking.normalise:
+            chances = chances / (chances.sum(-1, keepdim=True) + (SMALLEST_SUM if ranking.sigmoid else 0.0))
         ids.copy_(order)
-        weights.copy_(chances / chances.sum(-1, keepdim=True) if normalise else chances)
+        weights.copy_(chances * ranking.scale)
         if words is not None:
             self.publish(current, ids, words)
 
@@ -216,6 +272,12 @@ class TorchOps(Ops):
                 mid = activated(_rows(row, gate, gate_bias), _rows(row, up, up_bias), layout)
                 buffers.mid[item] = mid[0]
                 buffers.out[item] = _rows(mid, down, down_bias)[0]
+
+    def shared_gate_up(self, x: Tensor, gate_up: Tensor, switch: Tensor | None, mid: Tensor) -> None:  # noqa: D102
+        gate, up = _rows(x, gate_up, None).chunk(2, 1)
+        mid.copy_(F.silu(gate) * up)
+        if switch is not None:
+            mid.mul_(_rows(x, switch, None).sigmoid())
 
     def bring(self, given: Tensor, there: Tensor) -> None:  # noqa: D102
         there.copy_(given)

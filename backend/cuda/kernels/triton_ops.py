@@ -7,24 +7,24 @@ from typing import Any
 from torch import Tensor
 from triton import knobs
 
-from foreload.backend.cuda.kernels import attention, dense, experts, hold, prompt, route
+from foreload.backend.cuda.kernels import dense, experts, hold, prompt, route
 from foreload.backend.cuda.kernels.layout import ENTRY, BlockLayout
 from foreload.backend.cuda.kernels.ops import (
     PLANNED,
     TOKENS,
-    AttentionScratch,
     ExpertBuffers,
     HostInputs,
     HostOutputs,
-    Ops,
+    Ranking,
     Turn,
     check_layout,
     power_of_two,
     tile_columns,
+    tiles,
 )
+from foreload.backend.cuda.kernels.triton_attention import BUILD, TritonAttention
 from foreload.errors import UsageError
 
-BUILD: dict[str, Any] = {"enable_fp_fusion": True}
 ROWS, COLS = 4, 1024
 """A program of a matrix-vector kernel: rows, and columns it reads at once."""
 HOST_COLS = 256
@@ -35,10 +35,6 @@ UP_COLS, DOWN_COLS = 2048, 256
 PACKED, CODED = {"ROWS": ROWS, "num_warps": 4}, {"ROWS": ROWS, "num_warps": 1}
 TILE_ROWS, STAGES = 64, 3
 """A program of prompt chunks: rows of weights, and blocks of columns that are loaded ahead."""
-
-
-def _tiles(count: int, size: int) -> int:
-    return -(-count // size)
 
 
 def _cols(width: int, most: int = COLS) -> int:
@@ -66,7 +62,7 @@ def _down(layout: BlockLayout) -> dict[str, Any]:
     return {"DOWN": down.at, "STRIDE": down.stride, **scales, "BIAS": down.bias, "BIAS_STRIDE": down.bias_stride}
 
 
-class TritonOps(Ops):
+class TritonOps(TritonAttention):
     """Blocks on a GPU (or, with TRITON_INTERPRET=1, on the CPU).
 
     `fence`: words to the host are ordered by a fence. `pdl`: a kernel of a decode step begins while the one before it
@@ -74,13 +70,13 @@ class TritonOps(Ops):
     """
 
     def __init__(self, fence: bool = True, pdl: bool = False) -> None:
+        super().__init__(pdl)
         self._fence = fence
-        self._build = {**BUILD, "PDL": pdl, "launch_pdl": pdl}
 
     def embed(self, given: Tensor, current: Tensor, table: Tensor, x: Tensor) -> None:  # noqa: D102
         hidden = x.shape[1]
         cols = _cols(hidden)
-        dense.embed[(len(x), _tiles(hidden, cols))](given, current, table, x, HIDDEN=hidden, COLS=cols, **self._build)
+        dense.embed[(len(x), tiles(hidden, cols))](given, current, table, x, HIDDEN=hidden, COLS=cols, **self._build)
 
     def norm_linear(  # noqa: D102
         self,
@@ -93,7 +89,7 @@ class TritonOps(Ops):
         eps: float,
     ) -> None:
         (n, hidden), out = x.shape, y.shape[1]
-        dense.norm_linear[(_tiles(out, ROWS),)](
+        dense.norm_linear[(tiles(out, ROWS),)](
             x,
             norm,
             weights,
@@ -102,6 +98,7 @@ class TritonOps(Ops):
             x if normed is None else normed,
             N=n,
             HIDDEN=hidden,
+            STRIDE=x.stride(0),
             OUT=out,
             EPS=eps,
             ROWS=ROWS,
@@ -111,95 +108,9 @@ class TritonOps(Ops):
             **self._build,
         )
 
-    def rope_store(  # noqa: D102
-        self,
-        qkv: Tensor,
-        qk_norm: Tensor | None,
-        tables: tuple[Tensor, Tensor],
-        current: Tensor,
-        q: Tensor,
-        cache: tuple[Tensor, Tensor],
-        eps: float,
-        ring: bool = False,
-    ) -> None:
-        n, heads, dim = q.shape
-        kv_heads, context = cache[0].shape[:2]
-        attention.rope_store[(n, heads + 2 * kv_heads)](
-            qkv,
-            q if qk_norm is None else qk_norm,
-            *tables,
-            current,
-            q,
-            *cache,
-            HEADS=heads,
-            KV_HEADS=kv_heads,
-            DIM=dim,
-            DIMS=power_of_two(dim),
-            CONTEXT=context,
-            EPS=eps,
-            NORM=qk_norm is not None,
-            RING=ring,
-            num_warps=1,
-            **self._build,
-        )
-
-    def attend(  # noqa: D102
-        self,
-        q: Tensor,
-        cache: tuple[Tensor, Tensor],
-        current: Tensor,
-        scratch: AttentionScratch,
-        out: Tensor,
-        scale: float,
-        window: int = 0,
-        sinks: Tensor | None = None,
-    ) -> None:
-        n, heads, dim = q.shape
-        kv_heads, context = cache[0].shape[:2]
-        chunks, dims = scratch.largest.shape[2], max(16, power_of_two(dim))
-        attention.attend_chunks[(kv_heads, _tiles(context, scratch.chunk))](
-            q,
-            *cache,
-            current,
-            scratch.largest,
-            scratch.weight,
-            scratch.partial,
-            N=n,
-            HEADS=heads,
-            KV_HEADS=kv_heads,
-            DIM=dim,
-            DIMS=dims,
-            CONTEXT=context,
-            CHUNKS=chunks,
-            CHUNK=scratch.chunk,
-            BLOCK=64,
-            M=max(16, power_of_two(n * (heads // kv_heads))),
-            SCALE=scale,
-            WINDOW=window,
-            **self._build,
-        )
-        attention.attend_merge[(n, heads)](
-            scratch.largest,
-            scratch.weight,
-            scratch.partial,
-            q if sinks is None else sinks,
-            current,
-            out,
-            HEADS=heads,
-            DIM=dim,
-            DIMS=dims,
-            CHUNKS=chunks,
-            CHUNKS_UP=power_of_two(chunks),
-            USED=_tiles(context, scratch.chunk),
-            CHUNK=scratch.chunk,
-            BLOCK=16,
-            SINKS=sinks is not None,
-            **self._build,
-        )
-
     def linear_residual(self, x: Tensor, weights: Tensor, bias: Tensor | None, residual: Tensor, y: Tensor) -> None:  # noqa: D102
         (n, width), out = x.shape, y.shape[1]
-        dense.linear_residual[(_tiles(out, ROWS),)](
+        dense.linear_residual[(tiles(out, ROWS),)](
             x,
             weights,
             residual if bias is None else bias,
@@ -215,7 +126,14 @@ class TritonOps(Ops):
         )
 
     def top_k(  # noqa: D102
-        self, logits: Tensor, ids: Tensor, weights: Tensor, normalise: bool, current: Tensor, words: Tensor | None
+        self,
+        logits: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        ranking: Ranking,
+        current: Tensor,
+        words: Tensor | None,
+        correction: Tensor | None = None,
     ) -> None:
         (n, k), count = ids.shape, logits.shape[1]
         route.top_k[(n,)](
@@ -224,11 +142,15 @@ class TritonOps(Ops):
             weights,
             current,
             current if words is None else words,
+            logits if correction is None else correction,
             EXPERTS=count,
             EXPERTS_UP=power_of_two(count),
             K=k,
             K_UP=power_of_two(k),
-            NORMALISE=normalise,
+            NORMALISE=ranking.normalise,
+            SIGMOID=ranking.sigmoid,
+            CORRECTED=correction is not None,
+            SCALE=ranking.scale,
             TELL=words is not None,
             num_warps=1,
             **self._build,
@@ -344,7 +266,7 @@ class TritonOps(Ops):
         build = {"ALIGN": 16 if layout.aligned else 1, "FORMAT": layout.format, "ENTRY": ENTRY, **self._build}
         build["BIAS_BYTES"] = layout.bias_bytes
         build["TILE"] = layout.tile
-        experts.gate_up[(groups, _tiles(layout.width, gate_up["ROWS"]))](
+        experts.gate_up[(groups, tiles(layout.width, gate_up["ROWS"]))](
             buffers.plan,
             buffers.listed,
             x,
@@ -357,7 +279,7 @@ class TritonOps(Ops):
             **gate_up,
             **build,
         )
-        experts.down[(groups, _tiles(layout.hidden, down["ROWS"]))](
+        experts.down[(groups, tiles(layout.hidden, down["ROWS"]))](
             buffers.plan,
             buffers.listed,
             buffers.mid,
@@ -370,15 +292,31 @@ class TritonOps(Ops):
             **build,
         )
 
+    def shared_gate_up(self, x: Tensor, gate_up: Tensor, switch: Tensor | None, mid: Tensor) -> None:  # noqa: D102
+        (n, hidden), width = x.shape, mid.shape[1]
+        experts.shared_gate_up[(tiles(width, GATE_UP["ROWS"]),)](
+            x,
+            gate_up,
+            gate_up if switch is None else switch,
+            mid,
+            N=n,
+            HIDDEN=hidden,
+            WIDTH=width,
+            COLS=_cols(hidden, UP_COLS),
+            SWITCH=switch is not None,
+            **GATE_UP,
+            **self._build,
+        )
+
     def bring(self, given: Tensor, there: Tensor) -> None:  # noqa: D102
         words = given.numel()
-        prompt.bring[(_tiles(words, COLS),)](given, there, words, BLOCK=COLS, **BUILD)
+        prompt.bring[(tiles(words, COLS),)](given, there, words, BLOCK=COLS, **BUILD)
 
     def chunk_experts(  # noqa: D102
         self, layout: BlockLayout, k: int, x: Tensor, plan: Tensor, listed: Tensor, mid: Tensor, out: Tensor
     ) -> None:
         check_layout(layout)
-        columns, tiles = tile_columns(layout), len(plan)
+        columns, count = tile_columns(layout), len(plan)
         if not columns:
             raise UsageError(f"prompt chunks cannot be computed from tiles of {layout.tile} columns to a scale")
         build: dict[str, Any] = {
@@ -392,13 +330,13 @@ class TritonOps(Ops):
         build |= {"BIAS_BYTES": layout.bias_bytes, "TILE": layout.tile, "num_stages": STAGES, **BUILD}
         build["PLAIN"] = knobs.runtime.interpret
         both, last = _gate_up(layout), _down(layout)
-        prompt.gate_up_tiles[(_tiles(layout.width, TILE_ROWS), tiles)](plan, listed, x, mid, K=k, **both, **build)
-        prompt.down_tiles[(_tiles(layout.hidden, TILE_ROWS), tiles)](plan, listed, mid, out, **last, **build)
+        prompt.gate_up_tiles[(tiles(layout.width, TILE_ROWS), count)](plan, listed, x, mid, K=k, **both, **build)
+        prompt.down_tiles[(tiles(layout.hidden, TILE_ROWS), count)](plan, listed, mid, out, **last, **build)
 
     def weigh(self, r: Tensor, weights: Tensor, out: Tensor, x: Tensor) -> None:  # noqa: D102
         n, hidden = r.shape
         cols = _cols(hidden)
-        prompt.weigh[(n, _tiles(hidden, cols))](
+        prompt.weigh[(n, tiles(hidden, cols))](
             r, weights, out, x, K=weights.shape[1], HIDDEN=hidden, COLS=cols, **BUILD
         )
 
@@ -411,7 +349,7 @@ class TritonOps(Ops):
         if host is not None:
             count, soon = {"ITEMS": n * k, "ITEMS_UP": power_of_two(n * k)}, (host.turn.current, host.soon)
             hold.await_host[(1,)](*soon, host.on_host, **count, **layer, num_warps=1, **self._build)
-        experts.combine[(n, _tiles(hidden, cols))](
+        experts.combine[(n, tiles(hidden, cols))](
             r,
             weights,
             out,

@@ -14,12 +14,24 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from foreload.backend.cuda.kernels import attention, dense, experts, hold, prompt, route
+from foreload.backend.cuda.kernels import attention, dense, experts, hold, latent, prompt, route
+from foreload.backend.cuda.kernels.ops import power_of_two
+from foreload.backend.cuda.kernels.triton_attention import (
+    FOLD_DIMS,
+    FOLD_TILE,
+    LATENT_DIMS,
+    LATENT_HEADS,
+    LATENT_ROWS,
+    VALUE_ROWS,
+)
+from foreload.backend.models.checkpoint import Checkpoint
 
 WORDS = re.compile(
     r"(?:ld|st)\.global\.\S*|cp\.async\.cg\S*|fence\.acq_rel\.sys|mma\.sync|mma_async|griddepcontrol\.[a-z_]+"
     r"|prefetch\.global\.L2"
 )
+SHARED_BYTES = 227 << 10
+"""Shared memory that a program may have."""
 FOUND: dict[str, dict[str, int]] = {}
 POINTERS = {"b": "*bf16", "f": "*fp32", "i": "*i32", "l": "*i64", "s": "*i16"}
 
@@ -35,8 +47,9 @@ def build(name: str, kernel: Any, tensors: str, warps: int = 4, stages: int = 3,
     kinds = {**signature, **dict.fromkeys(numbers, "i32"), **dict.fromkeys(fixed, "constexpr")}
     source = ASTSource(kernel, kinds, fixed, aligned)
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
-    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
-    FOUND[name] = dict(Counter(WORDS.findall(ptx)))
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert compiled.metadata.shared <= SHARED_BYTES, (name, compiled.metadata.shared)
+    FOUND[name] = dict(Counter(WORDS.findall(compiled.asm["ptx"])))
 
 
 ROW: dict[str, Any] = {"ROWS": 4, "COLS": 1024}
@@ -51,6 +64,7 @@ for rows in (1, 9):
         "bbbbfb",
         N=rows,
         HIDDEN=2048,
+        STRIDE=2048,
         OUT=5120,
         EPS=1e-6,
         BIAS=False,
@@ -65,7 +79,39 @@ build("rope_store", attention.rope_store, "fbbbibbb", 1, EPS=1e-6, NORM=True, RI
 merge = {"HEADS": 32, "DIM": 128, "DIMS": 128, "CHUNKS_UP": 32, "USED": 32, "BLOCK": 16, "SINKS": True, **CHUNKS}
 build("attend_merge", attention.attend_merge, "fffbib", **merge)
 top = {"EXPERTS": 128, "EXPERTS_UP": 128, "K": 8, "K_UP": 8, "NORMALISE": True, "TELL": True}
-build("top_k", route.top_k, "flfii", 1, **top)
+softmax = {"SIGMOID": False, "CORRECTED": False, "SCALE": 1.0}
+build("top_k", route.top_k, "flfiif", 1, **softmax, **top)
+build("top_k sigmoid", route.top_k, "flfiif", 1, **top, SIGMOID=True, CORRECTED=True, SCALE=1.8)
+for name in ("deepseek-v2-lite", "glm-4.7-flash"):
+    shape = Checkpoint.random(name).shape
+    assert shape.latent is not None
+    parts, hidden = shape.latent, shape.hidden
+    wide, rank = shape.heads * shape.head_dim, parts.query_rank
+    down = (rank or wide) + parts.row
+    sizes = {"HEADS": shape.heads, "RANK": parts.rank, "RANK_UP": power_of_two(parts.rank)}
+    rope = {"ROPE": parts.rope_dim, "ROPE_UP": power_of_two(parts.rope_dim)}
+    norm: dict[str, Any] = {"N": 1, "EPS": 1e-6, "BIAS": False, "KEEP": False, **ROW}
+    build(f"norm_linear {name}", dense.norm_linear, "bbbbfb", HIDDEN=hidden, STRIDE=hidden, OUT=down, **norm)
+    if rank:
+        build(f"norm_linear q {name}", dense.norm_linear, "fbbbff", HIDDEN=rank, STRIDE=down, OUT=wide, **norm)
+    fold: dict[str, Any] = {"NOPE": parts.nope_dim, "Q_STRIDE": wide if rank else down, "KEPT_STRIDE": down}
+    fold |= {"DIMS": FOLD_DIMS, "TILE": FOLD_TILE, "EPS": 1e-6, **sizes, **rope}
+    build(f"fold_store {name}", latent.fold_store, "ffbbbibbb", **fold)
+    for kind, size in (("b", 2), ("f", 4)):
+        heads = min(LATENT_HEADS // size, power_of_two(shape.heads))
+        fixed = {"BLOCK": LATENT_ROWS // size, "M": heads, "SCALE": 0.1, **sizes, **rope, **CHUNKS}
+        build(f"latent_chunks {kind} {name}", latent.latent_chunks, 2 * kind + "ifff", 8, 2, **fixed)
+    merge |= {"HEADS": shape.heads, "DIM": parts.rank, "DIMS": LATENT_DIMS, "SINKS": False}
+    build(f"attend_merge {name}", attention.attend_merge, "ffffif", **merge)
+    expand = {"N": 1, "VALUE": parts.value_dim, "ROWS": VALUE_ROWS, **sizes}
+    build(f"latent_values {name}", latent.latent_values, "fbb", **expand)
+    last: dict[str, Any] = {"N": 1, "OUT": hidden, "BIAS": False, **ROW}
+    width = shape.heads * parts.value_dim
+    build(f"linear_residual {name}", dense.linear_residual, "bbbbb", WIDTH=width, **last)
+    build(f"linear_residual shared {name}", dense.linear_residual, "fbbbb", WIDTH=shape.shared_width, **last)
+    for switch in (False, True):
+        both: dict[str, Any] = {"N": 1, "HIDDEN": hidden, "WIDTH": shape.shared_width, "ROWS": 2, "COLS": 2048}
+        build(f"shared_gate_up {switch} {name}", experts.shared_gate_up, "bbbf", 1, SWITCH=switch, **both)
 build("replay_routes", route.replay_routes, "isflfi", 1, LAYER=3, LAYERS=48, K=8, K_UP=8, TELL=True)
 turn = {"LAYER": 3, "LAYERS": 48}
 for rows in (1, 9):

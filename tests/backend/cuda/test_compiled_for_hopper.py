@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from foreload.backend.cuda.kernels import attention, dense, experts, prompt, route
+from foreload.backend.cuda.kernels import attention, dense, experts, latent, prompt, route
 
 PROGRAM = """
 import sys, triton
@@ -28,6 +28,7 @@ source = ASTSource(experts.gate_up, {**tensors, **dict.fromkeys(fixed, "constexp
 options = {"num_warps": 4, "enable_fp_fusion": True}
 print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
 """
+BY_WEIGHTS = ("gate_up", "down", "norm_linear", "linear_residual", "shared_gate_up", "fold_store", "latent_values")
 
 
 def loads(alignment: int) -> list[str]:
@@ -61,8 +62,11 @@ def test_every_kernel_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["publish"]["fence.acq_rel.sys"] == 1
     assert "fence.acq_rel.sys" not in found["publish ids"]
     for name, words in found.items():
-        if name.startswith(("gate_up", "down", "norm_linear", "linear_residual")):
+        if name.startswith(BY_WEIGHTS):
             assert any(word.startswith("ld.global.v4") for word in words), name
+        if name.startswith("latent_chunks"):
+            assert any(word.startswith("cp.async.cg") for word in words), name
+            assert "mma.sync" in words or " f " in name, name
         if name.startswith("tiles"):
             assert any(word.startswith("cp.async.cg") for word in words), name
             assert "mma_async" in words or "float32" in name, name
@@ -71,7 +75,9 @@ def test_every_kernel_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.unit
 def test_layers_recordings_and_rows_need_no_kernels_of_their_own() -> None:
     """What differs between them is handed in when a kernel runs: a constant would compile it for each value."""
-    kernels = [value for module in (attention, dense, experts, prompt, route) for value in vars(module).values()]
+    kernels = [
+        value for module in (attention, dense, experts, latent, prompt, route) for value in vars(module).values()
+    ]
     kinds = [item for kernel in kernels if hasattr(kernel, "fn") for item in kernel.fn.__annotations__.items()]
     varying = {"LAYER", "FIRST", "TABLE_ROWS", "N", "N_ITEMS", "IDS", "ELEMENTS", "WORDS"}
     assert {name for name, _ in kinds} >= varying

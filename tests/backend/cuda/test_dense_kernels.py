@@ -10,9 +10,21 @@ import torch
 from torch import Tensor
 
 from foreload.backend.cuda.buffers import host_tensor
-from foreload.backend.cuda.kernels.ops import AttentionScratch, HostInputs, Ops, Turn, chunk_tokens, power_of_two
+from foreload.backend.cuda.kernels.ops import (
+    AttentionScratch,
+    HostInputs,
+    Ops,
+    Ranking,
+    Turn,
+    chunk_tokens,
+    power_of_two,
+)
 from foreload.backend.cuda.kernels.torch_ops import TorchOps
+from foreload.backend.cuda.pieces import ranking_of
 from foreload.backend.cuda.plan import write_plan
+from foreload.backend.models.checkpoint import Checkpoint
+from foreload.backend.models.decoder import Gated
+from foreload.backend.models.routing import route
 from foreload.backend.policy.step import ACT_CPU, ACT_HIT
 
 pytest.importorskip("triton")
@@ -130,23 +142,69 @@ def test_a_row_does_not_depend_on_the_number_of_rows(generator: torch.Generator)
     assert torch.equal(y[0][0], y[1][0])
 
 
+RANKINGS = {
+    "softmax": Ranking(normalise=False),
+    "normalised": Ranking(normalise=True),
+    "scaled": Ranking(normalise=False, scale=2.5),
+    "sigmoid": Ranking(normalise=False, sigmoid=True),
+    "corrected": Ranking(normalise=True, sigmoid=True, scale=1.8),
+}
+
+
 @pytest.mark.unit
-@pytest.mark.parametrize("normalise", [False, True])
-def test_top_k(normalise: bool, generator: torch.Generator) -> None:
+@pytest.mark.parametrize("name", RANKINGS)
+def test_top_k(name: str, generator: torch.Generator) -> None:
+    ranking = RANKINGS[name]
     logits = randn(generator, 3, 13)
     logits[1, 4] = logits[1, 9] = logits[1].max() + 1  # a tie goes to the lower id
+    correction = torch.rand(13, generator=generator) if name == "corrected" else None
+    if correction is not None:
+        correction[[4, 9]] = 2.0
     results = []
     for ops, device in ((REFERENCE, torch.device("cpu")), (OPS, DEVICE)):
         ids, weights = torch.empty(3, 3, dtype=torch.int64, device=device), torch.empty(3, 3, device=device)
         words = torch.zeros(9, dtype=torch.int32, device=device)
-        ops.top_k(logits.to(device), ids, weights, normalise, current(0).to(device), words)
+        now, added = current(0).to(device), None if correction is None else correction.to(device)
+        ops.top_k(logits.to(device), ids, weights, ranking, now, words, added)
         results.append((ids.cpu(), weights.cpu()))
         assert words.tolist() == [1 << 16 | expert for expert in ids.reshape(-1).tolist()]
     assert torch.equal(results[0][0], results[1][0])
     assert results[0][0][1, :2].tolist() == [4, 9]
     torch.testing.assert_close(results[1][1], results[0][1])
-    if normalise:
-        torch.testing.assert_close(results[1][1].sum(1), torch.ones(3))
+    if ranking.normalise:
+        torch.testing.assert_close(results[1][1].sum(1), torch.full((3,), ranking.scale))
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("family", ["glm-4.7-flash", "deepseek-v2-lite", "gpt-oss-20b", "qwen3-30b-a3b"])
+def test_a_ranking_is_that_of_the_family(family: str, generator: torch.Generator) -> None:
+    shape = Checkpoint.random(family).shape
+    logits = randn(generator, 3, shape.experts)
+    correction = torch.rand(shape.experts, generator=generator) if shape.correction_bias else None
+    ids, weights = torch.empty(3, shape.top_k, dtype=torch.int64), torch.empty(3, shape.top_k)
+    REFERENCE.top_k(logits, ids, weights, ranking_of(shape), current(0), None, correction)
+    expected = route(logits, correction, shape)
+    assert torch.equal(ids, expected[0])
+    torch.testing.assert_close(weights, expected[1])
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("switched", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shared_experts(dtype: torch.dtype, switched: bool, generator: torch.Generator) -> None:
+    """A width that is no multiple of a program's rows; a row's bits are its own."""
+    x, gate_up = randn(generator, 3, 40, dtype=dtype), randn(generator, 42, 40, dtype=dtype) / 6
+    switch, down = randn(generator, 1, 40, dtype=dtype) if switched else None, randn(generator, 40, 21, dtype=dtype)
+    expected = Gated(gate_up.float(), down.float(), None if switch is None else switch.float())(x.float())
+    for ops, device in ((REFERENCE, torch.device("cpu")), (OPS, DEVICE)):
+        here, weights, chosen, last = on(device, x, gate_up, switch, down)
+        mid, found = torch.empty(3, 21, device=device), torch.empty(3, 40, device=device)
+        ops.shared_gate_up(here, weights, chosen, mid)
+        ops.linear_residual(mid, last, None, torch.zeros_like(found), found)
+        torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-4)
+        one = torch.empty(1, 21, device=device)
+        ops.shared_gate_up(here[:1], weights, chosen, one)
+        assert torch.equal(one[0], mid[0])
 
 
 @pytest.mark.unit

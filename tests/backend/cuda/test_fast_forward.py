@@ -281,6 +281,35 @@ def test_families(family: str) -> None:
         torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.integration
+def test_gates_with_a_correction_predict_with_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranked: list[int] = []
+    original = TorchOps.top_k
+
+    def spy(ops: TorchOps, *given: Any) -> None:
+        assert given[6] is not None
+        ranked.append(given[6].data_ptr())
+        original(ops, *given)
+
+    monkeypatch.setattr(TorchOps, "top_k", spy)
+    model = Checkpoint.random("glm-4.7-flash", **SMALL, **BY_NAME["glm-4.7-flash"])
+    options, settings = EngineOptions(context_tokens=CONTEXT), Settings(cache_ratio=0.25)
+    with Engine(model, options, settings) as plain:
+        expected, _ = decoded(plain)
+    engine = Engine(model, options, settings.changed(predictor="gate", prefetch_depth=1))
+    device = accelerate(engine, 7)
+    ranked.clear()
+    found, _ = decoded(engine)
+    places = [layer.correction.data_ptr() for layer in engine.forward.decoder.layers if layer.correction is not None]
+    prefetched = engine.brain.counters[DECODE, :, Counter.PREFETCHED].sum()
+    engine.close()
+    device.close()
+    assert found == expected
+    assert prefetched > 0
+    assert len(places) == 2
+    assert ranked[:3] == [places[0], places[1], places[1]]  # a layer, the next as predicted, and as it is
+
+
 @pytest.mark.unit
 def test_only_experts_that_are_there_are_taken() -> None:
     """Whatever reads memory behind the last one would not be seen to."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,9 +21,11 @@ from foreload.backend.experts.blocks import ExpertViews
 from foreload.backend.options import working_bytes
 from foreload.budget import AT_ONCE, chunk_bytes
 from foreload.settings import Draft, Settings
+from foreload.shape import Latent, ModelShape
 from foreload.traces.synthetic import shape_of
 
 SHAPE = shape_of(2, 8, 2)
+LATENT = replace(SHAPE, latent=Latent(24, 64, 12, 4, 20), shared_width=40)
 
 
 def options(**fields: Any) -> Any:
@@ -35,11 +37,12 @@ def options(**fields: Any) -> Any:
 
 @pytest.mark.unit
 @pytest.mark.parametrize("rows", [1, 5])
-def test_static_memory_is_counted_as_it_is_made(rows: int) -> None:
-    made = DeviceMemory.make(SHAPE, rows, 300, torch.bfloat16, torch.device("cpu"))
+@pytest.mark.parametrize("shape", [SHAPE, LATENT])
+def test_static_memory_is_counted_as_it_is_made(shape: ModelShape, rows: int) -> None:
+    made = DeviceMemory.make(shape, rows, 300, torch.bfloat16, torch.device("cpu"))
     tensors = [getattr(made, f.name) for f in fields(made) if f.name != "scratch"]
     tensors += [value for value in vars(made.scratch).values() if isinstance(value, torch.Tensor)]
-    assert DeviceMemory.bytes(SHAPE, rows, 300, torch.bfloat16) == sum(t.nbytes for t in tensors)
+    assert DeviceMemory.bytes(shape, rows, 300, torch.bfloat16) == sum(t.nbytes for t in tensors)
 
 
 @pytest.mark.unit
