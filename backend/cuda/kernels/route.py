@@ -44,13 +44,15 @@ def top_k(
         total = tl.sum(tl.exp(left - highest), axis=0)
     elif CORRECTED:
         left = tl.where(inside, tl.sigmoid(left) + tl.load(correction + experts, mask=inside, other=0.0), left)
-    chosen = tl.zeros([K_UP], tl.int32)
+    chosen, score = tl.zeros([K_UP], tl.int32), tl.full([K_UP], float("-inf"), tl.float32)
     for rank in range(K):
         best = tl.max(left, axis=0)
         first = tl.min(tl.where(left == best, experts, EXPERTS - 1), axis=0)
         chosen = tl.where(ranks == rank, first, chosen)
+        score = tl.where(ranks == rank, best, score)
         left = tl.where(experts == first, float("-inf"), left)
-    score = tl.load(logits + row * EXPERTS + chosen, mask=ranks < K, other=float("-inf"))
+    if SIGMOID and CORRECTED:
+        score = tl.load(logits + row * EXPERTS + chosen, mask=ranks < K, other=float("-inf"))
     if SIGMOID:
         chances = tl.sigmoid(score)
         if NORMALISE:

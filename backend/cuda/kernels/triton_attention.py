@@ -14,8 +14,9 @@ FOLD_DIMS, FOLD_TILE = 64, 64
 """A program that folds a query: dimensions of a head at once, and numbers of the latent."""
 VALUE_ROWS = 4
 """A program that expands values: rows of a head."""
-LATENT_ROWS, LATENT_HEADS = 128, 64
-"""Rows at once and heads of a program over latent rows, times the bytes of a number: registers hold a block of each."""
+LATENT_ROWS, LATENT_HEADS = 64, 64
+"""Rows at once and heads of a program over latent rows, times the bytes of a number: registers hold a block of each, and
+shared memory two, of the 99 KiB that cards of 2020 and later have at least."""
 LATENT_DIMS = 128
 """Numbers of a latent that a program merges."""
 

@@ -30,8 +30,8 @@ WORDS = re.compile(
     r"(?:ld|st)\.global\.\S*|cp\.async\.cg\S*|fence\.acq_rel\.sys|mma\.sync|mma_async|griddepcontrol\.[a-z_]+"
     r"|prefetch\.global\.L2"
 )
-SHARED_BYTES = 227 << 10
-"""Shared memory that a program may have."""
+SHARED_BYTES = 99 << 10
+"""Shared memory that a program may have on any card since compute capability 8.6."""
 FOUND: dict[str, dict[str, int]] = {}
 POINTERS = {"b": "*bf16", "f": "*fp32", "i": "*i32", "l": "*i64", "s": "*i16"}
 
