@@ -15,8 +15,8 @@ FOLD_DIMS, FOLD_TILE = 64, 64
 VALUE_ROWS = 4
 """A program that expands values: rows of a head."""
 LATENT_ROWS, LATENT_HEADS = 64, 64
-"""Rows at once and heads of a program over latent rows, times the bytes of a number: registers hold a block of each, and
-shared memory two, of the 99 KiB that cards of 2020 and later have at least."""
+"""Rows at once and heads of a program over latent rows, times the bytes of a number: registers hold a block of each,
+shared memory two, and cards since compute capability 8.6 have 99 KiB of it."""
 LATENT_DIMS = 128
 """Numbers of a latent that a program merges."""
 
