@@ -20,6 +20,7 @@ from foreload.backend.cuda.kernels.ops import (
     Ranking,
     Turn,
 )
+from foreload.backend.models.attention import Rotary, rotate
 from foreload.backend.models.routing import SMALLEST_SUM
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
@@ -71,6 +72,12 @@ def activated(gate: Tensor, up: Tensor, layout: BlockLayout) -> Tensor:
     return (up + 1) * gate * torch.sigmoid(layout.alpha * gate)
 
 
+def _tables(tables: Rotary, at: int, n: int) -> Rotary:
+    """Cosine and sine of `n` positions from `at` on, fp32 [n, 1, rotated dimensions]."""
+    cos, sin = (table[at : at + n].float().view(n, 1, -1) for table in tables)
+    return cos, sin
+
+
 class TorchOps(Ops):
     """Blocks on the CPU; blocks of experts are read at their addresses in host memory."""
 
@@ -110,8 +117,7 @@ class TorchOps(Ops):
         qk = rows[:, : heads + kv_heads]
         if qk_norm is not None:
             qk = F.rms_norm(qk, (dim,), None, eps) * qk_norm.float()
-        cos, sin = (table[at : at + n].view(n, 1, dim).float() for table in tables)
-        qk = qk * cos + qk.roll(dim // 2, -1) * sin
+        qk = rotate(qk, _tables(tables, at, n), 0)
         q.copy_(qk[:, :heads])
         places = torch.arange(at, at + n)
         if ring:
@@ -155,16 +161,15 @@ class TorchOps(Ops):
         rows: Tensor,
         eps: float,
     ) -> None:
-        (heads, nope, rank), at = key_up.shape, int(current[1])
+        (heads, nope, rank), at, rope = key_up.shape, int(current[1]), rows.shape[1] - key_up.shape[2]
+        rotary = _tables(tables, at, len(q))
         for row in range(len(q)):  # one at a time: a row does not depend on its company
-            cos, sin = (table[at + row].float() for table in tables)
-            plain, turned = queries[row].float().view(heads, -1).split([nope, len(cos[0])], 1)
-            turned = turned * cos + turned.roll(len(cos[0]) // 2, 1) * sin
+            plain, turned = queries[row].float().view(heads, -1).split([nope, rope], 1)
             q[row, :, :rank] = (plain[:, None] @ key_up.float())[:, 0]
-            q[row, :, rank:] = turned
-            latent, key = kept[row].float().split([rank, len(cos[0])])
+            q[row, :, rank:] = rotate(turned[None], rotary, row)[0]
+            latent, key = kept[row].float().split([rank, rope])
             rows[at + row, :rank] = F.rms_norm(latent, (rank,), norm.float(), eps)
-            rows[at + row, rank:] = (key * cos + key.roll(len(cos[0]) // 2) * sin)[0]
+            rows[at + row, rank:] = rotate(key[None, None], rotary, row)[0, 0]
 
     def latent_attend(  # noqa: D102
         self,
