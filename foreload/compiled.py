@@ -67,8 +67,10 @@ def unlocked(function: F) -> F:
 
 
 def _compiled(function: F, **how: bool) -> F:
+    """What is not said of a function is that of whatever calls it when it is first compiled, so all is said."""
+    said = {"forceinline": False, "_nrt": True} | how
     with kept_apart(function.__module__.rpartition(".")[0]):
-        return cast(F, numba.njit(cache=True, **how)(function))
+        return cast(F, numba.njit(cache=True, **said)(function))
 
 
 @contextmanager

@@ -109,7 +109,7 @@ def _unqueue(state: PolicyState, at: int) -> None:
     state.scalars[N_QUEUED] = last
 
 
-@uncounted
+@inlined
 def _position(state: PolicyState, layer: int, expert: int) -> int:
     key = layer * state.status.shape[1] + expert
     for at in range(state.scalars[N_QUEUED]):
@@ -196,7 +196,7 @@ def commit_uploads(state: PolicyState, rules: Rules, layer: int) -> None:
             keep_or_release(state, rules, layer, expert)
 
 
-@uncounted
+@inlined
 def drop_prefetch(state: PolicyState, layer: int, expert: int) -> None:
     """A prefetch its layer-step did not demand: cancel it, discard it on arrival, or give its slot back.
 

@@ -25,14 +25,14 @@ from foreload.backend.policy.rules import (
     Rules,
 )
 from foreload.backend.policy.state import KEPT, LAYER, N_UNFILLED, NEVER, STEP, WORST_UNKNOWN, PolicyState
-from foreload.compiled import inlined, uncounted
+from foreload.compiled import inlined
 
 _HASH_BITS = 0xFFFFFFFF
 ONE_USE = 1 << 20
 """What a use weighs when it happens, for `aged` (LRFU: Lee et al., IEEE Transactions on Computers 50(12), 2001)."""
 
 
-@uncounted
+@inlined
 def _mix(value: int) -> int:
     """A bijective hash of 32 bits whose products stay below 2**63, so that compiled and plain code agree."""
     value = ((value ^ (value >> 16)) * 0x45D9F3B) & _HASH_BITS
@@ -40,7 +40,7 @@ def _mix(value: int) -> int:
     return int(value ^ (value >> 16))
 
 
-@uncounted
+@inlined
 def random_rank(step: int, layer: int, expert: int, seed: int = 0) -> int:
     """The expert's place in this step's random order, 32 bits."""
     value = _mix(((seed & 0x7FFFFFFF) * 0x9E3779B1 + expert) & _HASH_BITS)
@@ -120,7 +120,7 @@ def distance(state: PolicyState, layer: int) -> int:
     return int((layer - state.scalars[LAYER]) % state.status.shape[0])
 
 
-@uncounted
+@inlined
 def prefers(state: PolicyState, rules: Rules, layer_a: int, a: int, layer_b: int, b: int) -> bool:
     """Whether expert `a` of `layer_a` stays rather than `b` of `layer_b`."""
     first = compare(state, rules, layer_a, a, layer_b, b)

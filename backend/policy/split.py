@@ -58,12 +58,12 @@ def link_backlog_ns(in_flight: int, ahead: int, io_ns: int) -> int:
     return backlog - io_ns // 2 if in_flight > 0 else backlog
 
 
-@uncounted
+@inlined
 def _at(table: NDArray[np.int64], count: int) -> int:
     return int(table[min(count, len(table) - 1)])
 
 
-@uncounted
+@inlined
 def gpu_ns(fetched: int, load: Load, costs: SplitCosts) -> int:
     """End of the GPU's part: max(T_gpu(resident), R + n t_io + t_gpu(1))."""
     link = 0
@@ -72,13 +72,13 @@ def gpu_ns(fetched: int, load: Load, costs: SplitCosts) -> int:
     return max(_at(costs.gpu_ns, load.resident), link)
 
 
-@uncounted
+@inlined
 def cpu_ns(experts: int, tokens: int, costs: SplitCosts) -> int:
     """End of the CPU's part: `experts` with `tokens` in all."""
     return _at(costs.cpu_ns, experts) + (tokens - experts) * costs.cpu_token_ns
 
 
-@uncounted
+@inlined
 def head_start_ns(fetched: int, end_ns: int, load: Load, costs: SplitCosts) -> int:
     """What is worth to the next layers what the link copies for them before they ask, if this one ends at `end_ns`.
 
@@ -93,7 +93,7 @@ def head_start_ns(fetched: int, end_ns: int, load: Load, costs: SplitCosts) -> i
     return min(load.ahead_ns, max(0, idle)) * one // max(1, one + costs.io_ns)
 
 
-@uncounted
+@inlined
 def objective_ns(fetched: int, left: int, left_tokens: int, load: Load, rules: Rules, costs: SplitCosts) -> int:
     """What is to be small: the end of both parts less the next layers' head start, or (`balance`) the time between the
     parts' ends.

@@ -211,7 +211,7 @@ def prefetch(state: PolicyState, rules: Rules, layer: int, predicted: NDArray[np
             state.counters[DECODE, layer, WASTED] -= 1
 
 
-@uncounted
+@inlined
 def finish(
     state: PolicyState,
     rules: Rules,
@@ -243,7 +243,7 @@ def finish(
         _queue_uploads(state, rules, layer, experts, action)
 
 
-@uncounted
+@inlined
 def _queue_uploads(
     state: PolicyState, rules: Rules, layer: int, experts: NDArray[np.int32], action: NDArray[np.int8]
 ) -> None:

@@ -103,14 +103,14 @@ class Steps(NamedTuple):
 # Waiting.
 
 
-@uncounted
+@inlined
 def wait(m: Machine, r: Rates, p: PolicyState, what: int) -> None:
     """Let the others act until what the host waits for has happened."""
     m.at[HOST_WAIT] = what
     run_until_host(m, r, p)
 
 
-@uncounted
+@inlined
 def catch_up(m: Machine, r: Rates, p: PolicyState) -> None:
     """Let the others reach the host's time."""
     if m.at[NOW] < m.at[HOST]:
@@ -196,7 +196,7 @@ def sync(m: Machine, r: Rates, p: PolicyState) -> None:
     spend(m, WAIT_LINK, link_ns)
 
 
-@uncounted
+@inlined
 def copied(
     m: Machine,
     r: Rates,

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from foreload.backend.policy import Brain, compile_policies
+from foreload.backend.policy import Brain
 from foreload.backend.policy.split import NO_COSTS
 from foreload.backend.policy.state import DECODE, PREFILL, WARM
 from foreload.errors import InternalError, MismatchError
@@ -62,12 +61,6 @@ def simulate_requests(
     return run.result()
 
 
-@cache
-def _compile_policies() -> None:
-    """Policies first and by themselves: inside functions that count no references, those that make arrays cannot be."""
-    compile_policies()
-
-
 class _Run:
     def __init__(
         self,
@@ -78,7 +71,6 @@ class _Run:
         warm: NDArray[np.int64] | None,
         sampled: bool,
     ) -> None:
-        _compile_policies()
         shape = costs.shape
         self.requests, self.costs, self.settings, self.sampled = requests, costs, settings, sampled
         split = split_costs(costs, shape, settings) if settings.needs_costs is not None else None
