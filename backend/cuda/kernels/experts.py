@@ -27,18 +27,29 @@ def _e2m1(code: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _coded(packed: tl.tensor, parts: tl.tuple) -> tl.tensor:
-    """[blocks]: e2m1 codes [blocks, 4], eight a word, the first lowest, times x, eight parts [blocks, 4].
+    """[words]: e2m1 codes [words], eight a word, the first lowest, times x, eight parts [words].
 
     A code's three lower bits are exponent and mantissa. As the last exponent bits and the first of the mantissa of a
-    float32 they are the number times 2**-126, its subnormal ones (0 and 0.5) included.
+    bfloat16 they are the number times 2**-126, its subnormal ones (0 and 0.5) included. Four codes apart are made at
+    once, the two halves of a word, each of which is a float32's upper one.
     """
     found = tl.zeros(packed.shape, tl.float32)
-    for n in tl.static_range(8):
-        size = packed << (22 - 4 * n) if n < 6 else packed >> (4 * n - 22)
-        sign = packed << (28 - 4 * n)
-        value = ((size & 0x01C00000) | (sign & -2147483648)).to(tl.float32, bitcast=True)
-        found += value * parts[n]
-    return tl.sum(found, axis=1)
+    for n in tl.static_range(4):
+        size = packed << (6 - 4 * n) if n < 2 else packed >> (4 * n - 6)
+        both = (size & 0x01C001C0) | ((packed << (12 - 4 * n)) & -0x7FFF8000)
+        found += (both << 16).to(tl.float32, bitcast=True) * parts[n]
+        found += (both & -0x10000).to(tl.float32, bitcast=True) * parts[n + 4]
+    return found
+
+
+@triton.jit
+def _quarter(x: tl.tensor, inside: tl.tensor) -> tl.tuple:
+    """Four numbers at each address [words], times 2**64: four tensors [words]."""
+    found = tl.load(x[:, None] + tl.arange(0, 4)[None, :], mask=inside[:, None], other=0.0)
+    even, odd = tl.split(tl.reshape(found.to(tl.float32) * 18446744073709551616.0, (x.shape[0], 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
 
 
 @triton.jit
@@ -60,35 +71,32 @@ def _coded_products(
 ) -> tl.tuple:
     """[ROWS], [ROWS]: mxfp4 rows from `first` on of a matrix, HEIGHT x WIDTH, times x; of another (OTHER_AT >= 0), too.
 
-    A row at a time, so that x, which all rows need, stays in registers. It is multiplied by 2**64, so that no product
-    is subnormal; the scales, a byte for 32 columns, make up for that.
+    A thread has words of eight codes, its neighbour the next, and the x of its words in registers, which all rows need:
+    whatever is read is read by neighbours side by side. x is multiplied by 2**64, so that no product is subnormal; the
+    scales, a byte for 32 columns, make up for that.
     """
-    BLOCKS: tl.constexpr = COLS // 32
+    WORDS: tl.constexpr = COLS // 8
     EACH: tl.constexpr = ROWS if OTHER_AT < 0 else 2 * ROWS
     codes = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), ALIGN)
     scales = address.to(tl.pointer_type(tl.uint8))
+    none = (address >> 63).to(tl.int32)  # 0, but the compiler does not know, or it would give a thread four words
     totals = ()
     for _ in tl.static_range(EACH):
-        totals = totals + (tl.zeros([BLOCKS], tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
-    for at in range(0, WIDTH // 32, BLOCKS):
-        block = at + tl.arange(0, BLOCKS)
-        inside = block < WIDTH // 32
-        word = block[:, None] * 4 + tl.arange(0, 4)[None, :]
-        parts = ()
-        for n in tl.static_range(8):
-            part = tl.load(x + word * 8 + n, mask=inside[:, None], other=0.0)
-            parts = parts + (part.to(tl.float32) * 18446744073709551616.0,)  # type: ignore[assignment]  # noqa: RUF005
+        totals = totals + (tl.zeros([WORDS], tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+    for at in range(0, WIDTH // 8, WORDS):
+        word = at + (tl.arange(0, WORDS) ^ none)
+        inside = tl.full([WORDS], True, tl.int1) if WIDTH % COLS == 0 else word < WIDTH // 8
+        parts = _quarter(x + word * 8, inside) + _quarter(x + word * 8 + 4, inside)
         more = ()
         for each in tl.static_range(EACH):
             row = first + each % ROWS
-            here = inside & (row + tl.zeros([BLOCKS], tl.int32) < HEIGHT)
+            here = inside if HEIGHT % ROWS == 0 else inside & (row + tl.zeros([WORDS], tl.int32) < HEIGHT)
             start = AT // 4 if each < ROWS else OTHER_AT // 4
-            packed = tl.load(codes + start + row * (STRIDE // 4) + word, mask=here[:, None], other=0)
-            power = tl.load(
-                scales + (SCALES if each < ROWS else OTHER_SCALES) + row * SCALE_STRIDE + block, mask=here, other=0
-            )
-            total = tl.exp2(power.to(tl.float32) - 65.0) * _coded(packed, parts)  # 127 - 126 + 64
-            more = more + (totals[each] + total,)  # type: ignore[assignment]  # noqa: RUF005
+            packed = tl.load(codes + start + row * (STRIDE // 4) + word, mask=here, other=0)
+            place = (SCALES if each < ROWS else OTHER_SCALES) + row * SCALE_STRIDE + word // 4
+            power = tl.load(scales + place, mask=here, other=0).to(tl.int32)
+            scale = (tl.minimum(power + 62, 255) << 23).to(tl.float32, bitcast=True)  # 2**(power - 127 + 126 - 64)
+            more = more + (totals[each] + scale * _coded(packed, parts),)  # type: ignore[assignment]  # noqa: RUF005
         totals = more
     found, other = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
     for each in tl.static_range(EACH):
