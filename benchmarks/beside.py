@@ -86,11 +86,13 @@ class Beside:
         self._recorded: dict[tuple[str, Way, str], Replay] = {}
         self._starts = {one.name: one.start for one in workloads}
         self._seconds: list[float] = []
+        self._round = -1
         if isinstance(engine.forward, FastForward):
             engine.forward.behaviours = BEHAVIOURS
 
     def round(self, cells: Iterable[Cell]) -> None:
         """Each cell once, as far as there is time."""
+        self._round += 1
         for cell in cells:
             others = 2 * median(self._seconds) if self._seconds else FIRST_S
             needed = 1.2 * cell.runs[-1]["seconds"] if len(cell.runs) > 1 else others
@@ -127,6 +129,7 @@ class Beside:
         self._seconds.append(seconds)
         cell.runs.append(
             {
+                "round": self._round,
                 "tpot_ms": done.tpot_ms,
                 "step_us": [step.duration_ns // 1000 for step in done.steps],
                 "emitted": [step.emitted for step in done.steps],

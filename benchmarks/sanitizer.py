@@ -14,6 +14,7 @@ import argparse
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -46,13 +47,21 @@ def check(executable: str, tool: str, only: str, limit_s: float) -> dict[str, An
     command = [executable, "--tool", tool, "--target-processes", "all", *tests, *(["-k", only] if only else [])]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     begun = time.monotonic()
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=limit_s, env=environment, errors="replace"
-        )
-        said, code = done.stdout + done.stderr, done.returncode
-    except subprocess.TimeoutExpired as error:
-        said, code = str(error.stdout or "")[-1500:], -1
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        errors="replace",
+        start_new_session=True,
+    ) as running:
+        try:
+            said = running.communicate(timeout=limit_s)[0]
+        except subprocess.TimeoutExpired:
+            os.killpg(running.pid, signal.SIGKILL)  # the tests, too: they would keep the device
+            said = running.communicate()[0]
+        code = running.returncode
     errors = counted(said)
     seconds = time.monotonic() - begun
     return {

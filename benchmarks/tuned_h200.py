@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.beside import PROFILE, Beside, Cell, costs_of, provenance, row, simulate_rows, simulator_ready
@@ -44,7 +45,7 @@ CONTEXT, WARM, STEPS = 1024, 8, 20
 PREPARE_SHARE, FULL_LINK_SHARE, MEASURE_SHARE = 0.4, 0.6, 0.95
 FEW = {"grid": 3, "presets": 2}
 """Of the best of each, those that are measured first."""
-NEAR, MOST = 1.06, 9
+NEAR, MOST, FEW_ROUNDS = 1.06, 9, 3
 """Settings that take no longer than so many times the fastest of their cache size have up to so many repeats."""
 
 
@@ -126,8 +127,10 @@ def _measure_link(
     telling = [cell for one, _ in groups for cell in one]
     others = [cell for few in zip_longest(*(rest for _, rest in groups)) for cell in few if cell]
     beside, known = Beside(engine, [workload], until, link), list(found["rows"])
-    for turn in range(MOST + 1):
-        beside.round((telling, others)[turn] if turn < 2 else [cell for both in groups for cell in near(*both)])
+    tuned = [cell for cell in telling if is_tuned(cell.name)]
+    for turn in range(MOST):
+        first = (telling, [*tuned, *others])
+        beside.round(first[turn] if turn < 2 else [cell for both in groups for cell in near(*both)])
         now = [row(cell, engine) | {"link_bytes_per_s": link} for cell in (*telling, *others)]
         found["rows"] = known + now
         found["regret"] = regrets(found)
@@ -140,7 +143,12 @@ def near(telling: Sequence[Cell], others: Sequence[Cell]) -> list[Cell]:
     """Of a budget's cells the tuned one and those that may be the fastest."""
     measured = [cell for cell in (*telling, *others) if cell.runs]
     most = NEAR * min((cell.tpot_ms for cell in measured), default=0.0)
-    return [cell for cell in measured if cell.tpot_ms <= most or "tuned" in cell.name.split(" = ")]
+    return [cell for cell in measured if cell.tpot_ms <= most or is_tuned(cell.name)]
+
+
+def is_tuned(name: str) -> bool:
+    """Whether it is what the tuner chose, perhaps among other names."""
+    return "tuned" in name.split(" = ")
 
 
 def simulate_measured(found: dict[str, Any], inputs: Inputs, workload: Workload) -> None:
@@ -171,7 +179,12 @@ def cells(of: Mapping[str, Any], workload: str, context: int) -> tuple[list[Cell
 
 
 def regrets(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Per budget the tuned setting against default, best preset and best of the grid's ten, measured and simulated."""
+    """Per budget the tuned setting against default, presets and the grid's ten, measured and simulated.
+
+    Measured, it is that of the others it is the most behind, in the median of the rounds that both were in: a host is
+    faster and slower as a whole. Of others in fewer rounds than `FEW_ROUNDS` only where all are: each is one of many,
+    and the luckiest of many single turns says little.
+    """
     table = []
     for key, of in found["prepared"]["budgets"].items():
         mine = (of["link_bytes_per_s"], of["cache_ratio"])
@@ -187,8 +200,8 @@ def regrets(found: Mapping[str, Any]) -> list[dict[str, Any]]:
                 "tuned_ms": times["tuned"],
                 "spread_pct": max(one["spread_pct"] for one in rows),
                 "speedup": times["default"] / times["tuned"] if "default" in times else None,
-                "behind_grid_pct": _behind(times, "grid "),
-                "behind_presets_pct": _behind(times, "preset "),
+                "behind_grid_pct": _behind(rows, "grid "),
+                "behind_presets_pct": _behind(rows, "preset "),
                 "grid_measured": sum(name.startswith("grid ") for name in times),
                 "presets_measured": sum(name.startswith("preset ") for name in times),
                 "grid_settings": of["grid_settings"],
@@ -199,9 +212,21 @@ def regrets(found: Mapping[str, Any]) -> list[dict[str, Any]]:
     return table
 
 
-def _behind(times: Mapping[str, float], prefix: str) -> float | None:
-    others = [ms for name, ms in times.items() if name.startswith(prefix)]
-    return 100 * (times["tuned"] / min(others) - 1) if others else None
+def _behind(rows: Sequence[Mapping[str, Any]], prefix: str) -> float | None:
+    """Per cent that the tuned row is behind the best of those whose name begins so; below 0 if it is ahead of all."""
+
+    def rounds(one: Mapping[str, Any]) -> dict[int, float]:
+        return {run["round"]: run["tpot_ms"] for run in one["runs"]}
+
+    mine = next(rounds(one) for one in rows if is_tuned(one["name"]))
+    found: list[tuple[int, float]] = []
+    for one in rows:
+        if any(name.startswith(prefix) for name in one["name"].split(" = ")):
+            theirs = rounds(one)
+            both = mine.keys() & theirs.keys()
+            found += [(len(both), 100 * (median(mine[at] / theirs[at] for at in both) - 1))] if both else []
+    least = min(FEW_ROUNDS, max((count for count, _ in found), default=0))
+    return max((behind for count, behind in found if count >= least), default=None)
 
 
 def markdown(found: Mapping[str, Any]) -> str:

@@ -44,8 +44,8 @@ from foreload.traces.io import read_trace
 from foreload.traces.schema import Trace
 
 NAME = "validate-h200"
-CONTEXT, SEED, ROUNDS = 1024, 0, 12
-REPEATS, OTHERS = 3, 4
+CONTEXT, SEED, ROUNDS = 1024, 0, 24
+REPEATS, OTHERS = 3, 8
 """Repeats of a setting; settings without CPU experts have a turn in every so manieth round."""
 FIRST = 8
 """Rounds of settings with CPU experts before any of the others."""

@@ -58,6 +58,8 @@ from foreload.traces.schema import Trace
 NAME = "whatif-h200"
 LINKS_GB_PER_S, THREADS = (26, 12), (8, 4)
 LENGTHS = Lengths(warm=8, steps=12, warm_windows=3, windows=6)
+ROUNDS, OTHERS = 6, 3
+"""Rounds, and of which one in how many has settings without CPU experts, too: other load hardly changes those."""
 NGRAM: dict[str, Any] = {"draft": {"kind": "ngram", "gamma": 4}}
 AHEAD: dict[str, Any] = {"predictor": "gate", "prefetch_depth": 1}
 LATER: dict[str, Any] = {"admission": "background"}
@@ -169,7 +171,7 @@ class Played:
             decide_by(self._engine, machine.costs)
             self._engine.throttle(assumed)
             self._engine.copies.spans = []
-            rounds.turn(machine.cells, number)
+            rounds.turn([cell for cell in machine.cells if cell.on_cpu or number % OTHERS == 0], number)
             machine.copies_us += followed_us(self._engine)
         except ForeloadError as error:
             self.left_out.append(f"{machine.name}: {error}")
@@ -259,8 +261,8 @@ def described(machine: Machine, profile: HardwareProfile, expert_bytes: int) -> 
 
 
 def on_engine(engine: Engine, routing: Mapping[str, Trace], until: float, out: Path) -> dict[str, Any]:
-    """All machines on an open engine, twice if there is time."""
-    wanted = Wanted(LENGTHS, rounds=2, until=until)
+    """All machines on an open engine, by turns as far as there is time."""
+    wanted = Wanted(LENGTHS, rounds=ROUNDS, until=until)
     return check(engine, routing, out, wanted, LINKS_GB_PER_S, simulator_ready())
 
 
@@ -281,7 +283,7 @@ def main(args: Sequence[str] | None = None, checkpoint: Checkpoint | None = None
         HardwareProfile.load(given.profile).save(given.out / PROFILE)
     model = checkpoint or Checkpoint.open(given.model)
     trace = made_up(model.shape, 128) if given.trace is None else read_trace(given.trace)
-    wanted, rates = Wanted(LENGTHS, given.context, 2), [float(text) for text in given.links.split(",")]
+    wanted, rates = Wanted(LENGTHS, given.context, ROUNDS), [float(text) for text in given.links.split(",")]
     if given.predict:
         found = predict_measured(given.out, model.shape, trace)
     else:

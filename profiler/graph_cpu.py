@@ -74,7 +74,7 @@ def alone(bench: GraphBench, effort: Effort, threads: int) -> Iterator[Measureme
     every = [times for of_count in found.values() for times in of_count]
     yield summarise("after_cpu", after or [t.host["plan"] + t.host["finish"] for t in every], threads=threads)
     if threads == max(thread_counts()):
-        yield summarise("submit", [t.host["submit"] for t in every])
+        yield summarise("submit", [t.host["submit"] for t in every], average=True)
     yield from _asleep(bench, effort, threads)
 
 

@@ -83,7 +83,15 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from foreload.errors import FileError, MismatchError
 from foreload.files import parse_model, read_mapping, write_text
@@ -113,8 +121,21 @@ class Measurement(BaseModel):
     p95_us: Microseconds
     gpu_us: Microseconds = 0.0
     gpu_p95_us: Microseconds = 0.0  # on the graph path
+    mean_us: Microseconds | None = None  # of blocks that every step has, some now and then much longer than most are
+    gpu_mean_us: Microseconds | None = None
     repeats: Annotated[int, Field(ge=1)]
     source: Literal["measured", "assumed"] = "measured"
+
+    @model_serializer(mode="wrap")
+    def _known(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without means that are not known, as files from before there were any: they keep their hash."""
+        return {name: value for name, value in handler(self).items() if value is not None}
+
+    @property
+    def cost_us(self) -> tuple[float, float]:
+        """What it costs the host and the device: the means where they are known, else the medians."""
+        host = self.p50_us if self.mean_us is None else self.mean_us
+        return host, self.gpu_us if self.gpu_mean_us is None else self.gpu_mean_us
 
 
 class ProfileMeta(BaseModel):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import median
 
 import numpy as np
@@ -13,13 +13,19 @@ from foreload.profiler.schema import Measurement
 
 
 def summarise(
-    probe: str, samples_us: Sequence[float], gpu_us: float = 0.0, gpu_p95_us: float = 0.0, **at: int
+    probe: str,
+    samples_us: Sequence[float],
+    gpu_us: float = 0.0,
+    gpu_p95_us: float = 0.0,
+    average: bool = False,
+    **at: int,
 ) -> Measurement:
-    """Median and 95th percentile of samples (at least one) as a Measurement."""
+    """Median and 95th percentile of samples (at least one) as a Measurement; their mean, too, if `average`."""
     p50, p95 = np.percentile(np.asarray(samples_us), [50, 95])
     return Measurement(
         probe=probe,
         at=at,
+        mean_us=_mean(samples_us) if average else None,
         p50_us=round(float(p50), 3),
         p95_us=round(float(p95), 3),
         gpu_us=round(gpu_us, 3),
@@ -28,11 +34,19 @@ def summarise(
     )
 
 
-def summarise_device(probe: str, host_us: Sequence[float], device_us: Sequence[float], **at: int) -> Measurement:
+def summarise_device(
+    probe: str, host_us: Sequence[float], device_us: Sequence[float], average: bool = False, **at: int
+) -> Measurement:
     """The same of samples of the host's time and of the device's."""
     p50, p95 = np.percentile(np.asarray(device_us), [50, 95])
-    found = summarise(probe, host_us, float(p50), float(p95), **at)
-    return found.model_copy(update={"repeats": len(device_us)})
+    found = summarise(probe, host_us, float(p50), float(p95), average, **at)
+    return found.model_copy(update={"repeats": len(device_us), "gpu_mean_us": _mean(device_us) if average else None})
+
+
+def _mean(samples_us: Sequence[float]) -> float:
+    """The mean, with the longest hundredth no longer than the longest of the others: it would go by chance."""
+    samples = np.asarray(samples_us)
+    return round(float(np.minimum(samples, np.percentile(samples, 99, method="lower")).mean()), 3)
 
 
 def middle_of_each(found: Sequence[Measurement]) -> list[Measurement]:
@@ -50,9 +64,16 @@ def _middle(several: Sequence[Measurement]) -> Measurement:
             "p95_us": max(one.p95_us for one in several),
             "gpu_us": round(median(one.gpu_us for one in several), 3),
             "gpu_p95_us": max(one.gpu_p95_us for one in several),
+            "mean_us": _middle_of(one.mean_us for one in several),
+            "gpu_mean_us": _middle_of(one.gpu_mean_us for one in several),
             "repeats": sum(one.repeats for one in several),
         }
     )
+
+
+def _middle_of(means: Iterable[float | None]) -> float | None:
+    known = [us for us in means if us is not None]
+    return round(median(known), 3) if known else None
 
 
 LEAST_TURNS = 4

@@ -88,7 +88,8 @@ def points_of(probe: str, found: list[Measurement]) -> list[Point]:
         if axis and axis not in m.at:
             raise FileError(f"profile: a measurement of {probe!r} at {m.at} lacks the coordinate {axis!r}")
         at = m.at[axis] if axis else 0
-        points.append(Point(at, us_to_ns(m.p50_us), us_to_ns(m.gpu_us), m.source == "assumed"))
+        host_us, gpu_us = m.cost_us
+        points.append(Point(at, us_to_ns(host_us), us_to_ns(gpu_us), m.source == "assumed"))
     points.sort(key=lambda p: p.at)
     for a, b in pairwise(points):
         if a.at == b.at:

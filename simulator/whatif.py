@@ -75,8 +75,9 @@ def _on(found: Measurement, machine: Machine, alone: _Alone) -> Measurement:
     factor = _factor(found, machine, alone)
     scaled = found if factor == 1 else _scaled(found, factor)
     if machine.gpu != 1 and found.gpu_us:
-        busy = found.gpu_us / machine.gpu
-        return scaled.model_copy(update={"gpu_us": busy, "source": "assumed"})
+        mean = None if found.gpu_mean_us is None else found.gpu_mean_us / machine.gpu
+        busy = {"gpu_us": found.gpu_us / machine.gpu, "gpu_mean_us": mean}
+        return scaled.model_copy(update={**busy, "source": "assumed"})
     return scaled
 
 
@@ -124,6 +125,6 @@ def _both(gpu_us: float, cpu_us: float, both_us: float, machine: Machine) -> flo
 
 
 def _scaled(found: Measurement, factor: float) -> Measurement:
-    return found.model_copy(
-        update={"p50_us": found.p50_us * factor, "p95_us": found.p95_us * factor, "source": "assumed"}
-    )
+    mean = None if found.mean_us is None else found.mean_us * factor
+    times = {"p50_us": found.p50_us * factor, "p95_us": found.p95_us * factor, "mean_us": mean}
+    return found.model_copy(update={**times, "source": "assumed"})

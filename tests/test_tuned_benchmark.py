@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -112,3 +113,18 @@ def test_the_grid_is_large_on_a_large_model(engine: Engine, make_profile: MakePr
     assert len(aheads) >= 3
     assert len(kinds) == 8
     assert len({settings.eviction for settings in every}) == 5
+
+
+@pytest.mark.unit
+def test_regret_is_of_rounds_that_both_were_in() -> None:
+    """A host that slows down makes what ran longest look slow, and single turns are lucky."""
+
+    def row(name: str, **ms: float) -> dict[str, Any]:
+        return {"name": name, "runs": [{"round": int(at[1:]), "tpot_ms": value} for at, value in ms.items()]}
+
+    tuned = row("tuned = grid 4", r0=10.0, r1=12.0, r2=14.0, r3=16.0)
+    rows = [tuned, row("grid 1", r0=10.1, r1=12.1, r2=14.1), row("grid 2", r1=9.0), row("preset on_demand", r1=24.0)]
+    assert tuned_h200._behind(rows, "grid ") == pytest.approx(0.0)  # it is one of them
+    assert tuned_h200._behind([{**tuned, "name": "tuned"}, *rows[1:]], "grid ") == pytest.approx(-0.826, abs=0.001)
+    assert tuned_h200._behind(rows, "preset ") == pytest.approx(-50.0)
+    assert tuned_h200._behind(rows[:1], "preset ") is None

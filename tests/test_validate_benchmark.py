@@ -100,7 +100,7 @@ def test_on_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(rows) == found["summary"]["settings"] == 48
     for row in rows:
         assert row.keys() >= ROW
-        turns, repeats = (2, 2) if row["parsed"].get("miss_action", "fetch") == "fetch" else (5, 3)
+        turns, repeats = (1, 1) if row["parsed"].get("miss_action", "fetch") == "fetch" else (5, 3)
         assert (len(row["turns_tpot_ms"]), len(row["repeats_tpot_ms"])) == (turns, repeats)
         assert row["profile_hash"] == found["profile_hash"]
         demanded = [

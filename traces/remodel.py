@@ -64,20 +64,25 @@ def _windows(trace: Trace) -> list[tuple[int, int]]:
     return [(first, last) for first, last in pairwise(starts) if trace.phase[first] == DRAFT_VERIFY]
 
 
+EVENLY = (5**0.5 - 1) / 2
+"""Multiples of it, without their whole parts, fill 0 to 1 evenly however many there are (Weyl)."""
+
+
 def with_windows(
     trace: Trace, kind: str, gamma: int, kept: Sequence[float], seed: int = 0, model: str | None = None
 ) -> Trace:
     """A recording of plain decode as verify steps of up to gamma + 1 tokens, for drafts of `kind` (by `model`).
 
     A window is made of tokens that follow each other in the recording; the draft at place i of it is kept with
-    probability `kept[i]` (the last one for places beyond) if those before it were. A rejected draft is taken to route
-    as the token that came in its place. UsageError if there are windows already or a number is out of range.
+    probability `kept[i]` (the last one for places beyond) if those before it were, in windows that follow each other
+    as evenly as can be, so that a few of them are like many. A rejected draft is taken to route as the token that came
+    in its place. UsageError if there are windows already or a number is out of range.
     """
     if gamma < 1 or not kept or not all(0 <= share <= 1 for share in kept):
         raise UsageError(f"verify windows: gamma {gamma} must be at least 1, and acceptance {tuple(kept)} 0 to 1")
     if (trace.phase == DRAFT_VERIFY).any():
         raise UsageError("trace: holds verify windows already: others are made of plain decode")
-    rng, shares = np.random.default_rng(seed), [*kept, *[kept[-1]] * gamma][:gamma]
+    chance, survive = np.random.default_rng(seed).random(), np.cumprod([*kept, *[kept[-1]] * gamma][:gamma])
     rows: list[NDArray[np.intp]] = []
     accepted: list[NDArray[np.bool_]] = []
     for first, last in pairwise([*_texts(trace), trace.rows]):
@@ -89,8 +94,8 @@ def with_windows(
         text, at = mine[trace.phase[mine] != PREFILL], 0
         while at < len(text):
             window = text[at : at + gamma + 1]
-            refused = rng.random(len(window) - 1) >= shares[: len(window) - 1]
-            emitted = 1 + (int(refused.argmax()) if refused.any() else len(refused))
+            emitted = 1 + int((survive[: len(window) - 1] > chance).sum())
+            chance = (chance + EVENLY) % 1.0
             rows.append(window)
             accepted.append(np.arange(len(window)) < emitted)
             at += emitted
