@@ -9,7 +9,8 @@ Sections: everything resident; no cache; caches of some sizes beside llama.cpp's
 beside executed predictions; drafts forced on. Routing is replayed from --trace, or made with published statistics
 (`trace synthesize --preset qwen3`) in the model's shape; verify windows and executed predictions are made of it. Of a
 recording that holds verify windows, drafts alone are measured: those windows, shorter ones cut from them, and its
-text without drafts. Writes DIR/decode.json (every repeat, rates, machine) after every round, and DIR/decode.md.
+text without drafts, from the middle of it on. Writes DIR/decode.json (every repeat, rates, machine) after every round,
+and DIR/decode.md.
 A cell is not begun that would not end before the minutes are over: the result names it. Contexts may be longer than
 those of a published shape.
 """
@@ -200,7 +201,7 @@ class Grid:
             found.append(cell)
         for cell in found:
             cell.warm = cell.steps = min(FEW, self._wanted.steps)
-            cell.prompt = 0
+            cell.prompt, cell.middle = 0, self._drafted[cell.routing] > 0
         return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from foreload.backend.engine import Engine
 from foreload.backend.generation import DecodeStep
 from foreload.backend.observe import Marks, NoMarks
 from foreload.backend.policy.state import DECODE as DECODING
-from foreload.backend.replay import Replay
+from foreload.backend.replay import Replay, ReplayStep
 from foreload.errors import UsageError
 from foreload.settings import Settings
 from foreload.simulator.workload import recorded_draft
@@ -66,6 +66,7 @@ class Cell:
     routing: str
     warm: int = 4  # steps before the timed ones
     steps: int = 24
+    middle: bool = False  # begin in the middle of the recording: at first drafts have little text to go by
     rehearsed: bool = False  # run all its steps before them, so that what they route is in the cache
     prompt: int = 0  # tokens of the prompt whose TTFT is measured in the first repeat; 0: none
     ratio: float | None = None  # of the cache, where the settings do not say it
@@ -122,7 +123,8 @@ class Routings:
         """What residents that stay are chosen by: the rows of the recording that the cell does not reach."""
         if cell.settings.eviction != "static":
             return None
-        rest = decode_rows(self._traces[cell.routing]).experts[cell.needs * (cell.gamma + 1) :]
+        every = decode_rows(self._traces[cell.routing]).experts
+        rest = every[: len(every) // 2] if cell.middle else every[cell.needs * (cell.gamma + 1) :]
         return uses(rest, self._engine.shape.experts)
 
 
@@ -163,7 +165,7 @@ class _Steps:
 
     def __init__(self, engine: Engine, cell: Cell, recorded: Replay) -> None:
         self._engine, self._recorded, self._request = engine, recorded, recorded.requests()[0]
-        self._done, self._position = 0, cell.context
+        self._done, self._position = _middle(recorded.steps(self._request)) if cell.middle else 0, cell.context
 
     def take(self, count: int) -> list[DecodeStep]:
         found = self._engine.replay(self._recorded, self._request, count, self._position, self._done)
@@ -172,6 +174,12 @@ class _Steps:
         self._done += count
         self._position += found.decode_tokens
         return found.steps
+
+
+def _middle(steps: Sequence[ReplayStep]) -> int:
+    """The step at which half of the tokens are there: the same place of a text with drafts and without."""
+    there = np.cumsum([step.emitted for step in steps])
+    return int(np.searchsorted(there, there[-1] / 2))
 
 
 def first_token_ms(engine: Engine, tokens: int) -> float:

@@ -41,8 +41,8 @@ def profile(
 ) -> HardwareProfile:
     """Measure every block of `engine` on this machine; `progress(name, done, total)` per group of probes.
 
-    Groups that would begin after `until` (`time.monotonic`) are left out, and the profile says so. Time that is left
-    until then goes to the last group again, where blocks are graphs: experts on the CPU, which other load disturbs most.
+    Groups that would begin after `until` (`time.monotonic`) are left out, and the profile says so. What time is left
+    goes to the last group again, where blocks are graphs: experts on the CPU, which other load disturbs most.
     The engine keeps its settings and loses its cache. UsageError if its device memory cannot hold the few experts the
     probes need.
     """
