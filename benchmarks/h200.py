@@ -1,7 +1,7 @@
 """Benchmarks of one GPU in one command with a time limit.
 
     python -m benchmarks.h200 --out DIR --minutes 9 [--parts profile:70,decode:100,validate] [--trace topo=FILE ...]
-        [--device cuda] [--model shape:qwen3-30b-a3b] [--context 2048] [--layers N]
+        [--device cuda] [--model shape:qwen3-30b-a3b] [--context 2048] [--layers N] [--simulate-later]
 
 Parts: kernels (their tests, compiled) and exactness (bit-identity with poison and delays, on `mini`) by themselves; the
 others are `on_engine` of the benchmark of that name, all on one engine that is opened once (tuned_slow: `tuned`, on the
@@ -165,6 +165,11 @@ def main(args: Sequence[str] | None = None, checkpoint: Checkpoint | None = None
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--layers", type=int, help="of a shape:, fewer than it has: a rehearsal that loads in seconds")
     parser.add_argument("--parts", default=DEFAULT)
+    parser.add_argument(
+        "--simulate-later",
+        action="store_true",
+        help="compile no simulator: settings of the tuner come from `tuned_h200 --prepare` meanwhile",
+    )
     given = parser.parse_args(args)
     given.out.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + given.minutes * 60
@@ -176,7 +181,7 @@ def main(args: Sequence[str] | None = None, checkpoint: Checkpoint | None = None
     }
     bench, chosen = Bench(given, checkpoint), parts(given.parts)
     tunes = any(name.startswith("tuned") for name, _ in chosen) and not (given.out / tuned_h200.PREPARED).exists()
-    simulated = given.device == "cuda" and tunes  # the other parts are simulated afterwards
+    simulated = given.device == "cuda" and tunes and not given.simulate_later  # the other parts are afterwards
     compiling = in_background() if simulated else None
     for name, seconds in chosen:
         if name in SHARED and "opened_s" not in found:
@@ -201,6 +206,8 @@ def main(args: Sequence[str] | None = None, checkpoint: Checkpoint | None = None
         write_json(given.out / "h200.json", found)
         print(name, {k: v for k, v in found[name].items() if k not in ("trace", "software")}, flush=True)
     bench.close()
+    found["ended"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    write_json(given.out / "h200.json", found)
     return found
 
 

@@ -9,7 +9,8 @@ DIR holds the machine's profile. Cache sizes are shares of all experts; each is 
 uniform settings simulated, on tokens that are not measured, for the link as it is and for a slower one. Then the engine
 runs the tuned setting, the default, every preset that it can run and the grid's ten best by turns, its link throttled
 for the second part; those near the best of their cache size have more turns, as they decide. What was simulated is in
-DIR/tuned-h200-prepared.json, and used again if profile and tokens are the same.
+DIR/tuned-h200-prepared.json, and used again if profile and tokens are the same; DIR/tuned-RATIO.json are the settings
+for the link as it is, for `decode`.
 """
 
 from __future__ import annotations
@@ -105,6 +106,9 @@ def prepared_in(out: Path, inputs: Inputs, budgets: Sequence[Budget], seconds: f
             return held
     found = prepare(inputs, budgets, seconds, first)
     write_json(path, found)
+    for of in found["budgets"].values():
+        if of["link_bytes_per_s"] is None:
+            write_json(out / f"tuned-{of['cache_ratio']:g}.json", of["named"]["tuned"][0])
     return found
 
 

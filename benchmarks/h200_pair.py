@@ -1,0 +1,192 @@
+"""All figures of a machine with two GPUs in half an hour: a lane for each GPU, with half of the cores.
+
+    python -m benchmarks.h200_pair --out DIR [--minutes 29] [--corpus DIR] [--cores 32]
+
+The first lane measures what counts, on one engine of the full size; the second one does what that needs (simulations,
+settings of the tuner) and what does not disturb it, and stays quiet otherwise: other work on the host's memory changes
+figures by several per cent. With a corpus (`recipes/corpus`: train.bin.xz, heldout.jsonl) it trains `topo` to score
+expert formats on. Each step has a log in DIR and a limit, and is ended with all it started; DIR/lanes.json says how
+each went. Afterwards, where simulations are quick: `validate_h200 --predict`, `whatif_h200 --predict` and
+`tuned_h200 --simulate` with DIR/main.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.beside import PROFILE
+from foreload.files import write_json
+from foreload.machine import cores
+
+TOPO = "traces/samples/topo-literature-predictions.parquet"
+DRAFTED = ("topo-code-ngram-4", "topo-instructions-ngram-4", "topo-manual-model-4")
+PARTS = "profile:190,validate:430,whatif:220,decode:200,tuned_slow:180"
+SHAPES = ("gpt-oss-20b", "deepseek-v2-lite", "glm-4.7-flash", "olmoe-1b-7b", "gpt-oss-120b", "mixtral-8x7b")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command, `python -m` in front: when it may begin, and how many seconds it may take."""
+
+    name: str
+    command: Sequence[str]
+    limit_s: float
+    ready: Callable[[], bool] = lambda: True
+
+
+@dataclass
+class Lane:
+    """Steps one after the other on one GPU and some cores, until a time on the monotonic clock."""
+
+    gpu: int
+    cores: frozenset[int]
+    steps: Sequence[Step]
+    out: Path
+    until: float
+    told: list[dict[str, Any]] = field(default_factory=list)
+
+    def run(self) -> None:
+        """All steps for which there is time."""
+        with suppress(OSError):  # where threads cannot be placed they roam
+            os.sched_setaffinity(0, self.cores)  # this thread, and so what it starts
+        for step in self.steps:
+            while not step.ready() and time.monotonic() < self.until:
+                time.sleep(0.5)
+            begun = time.monotonic()
+            code = self._one(step, min(step.limit_s, self.until - begun)) if begun < self.until else None
+            self.told.append({"step": step.name, "code": code, "seconds": round(time.monotonic() - begun, 1)})
+
+    def _one(self, step: Step, limit_s: float) -> int:
+        """Exit status; -SIGKILL if it was ended."""
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(self.gpu), "PYTHONUNBUFFERED": "1"}
+        with (
+            (self.out / f"{step.name}.log").open("wb") as log,
+            subprocess.Popen(
+                [sys.executable, "-m", *step.command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            ) as running,
+        ):
+            try:
+                return running.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                with suppress(ProcessLookupError):
+                    os.killpg(running.pid, signal.SIGKILL)
+                return running.wait()
+
+
+def part_done(main: Path, name: str) -> Callable[[], bool]:
+    """Whether `benchmarks.h200` has ended a part, or has ended."""
+
+    def done() -> bool:
+        try:
+            found = json.loads((main / "h200.json").read_text())
+        except (OSError, ValueError):
+            return False
+        return name in found or "ended" in found
+
+    return done
+
+
+def first_lane(out: Path, minutes: float) -> list[Step]:
+    """What counts."""
+    main, drafts = out / "main", []
+    for name in DRAFTED:
+        drafts += ["--trace", f"traces/samples/{name}.parquet"]
+        for kind in ("drafts", "plain"):
+            drafts += ["--also", f"{name}={out / 'tuned-drafts' / f'{name}-{kind}.json'}"]
+    h200 = ["benchmarks.h200", "--out", str(main), "--minutes", f"{0.75 * minutes:.2f}", "--simulate-later"]
+    flags = ["--sections", "drafts", "--gammas", "2,4", "--minutes", "2"]
+    shapes = ["--sections", "resident,no-cache,cached", "--ratios", "0.25", "--minutes", "0.7"]
+    return [
+        Step("main", [*h200, "--trace", f"topo={TOPO}", "--parts", PARTS], 60 * minutes),
+        Step("drafts", ["benchmarks.decode", "--out", str(out / "drafts"), *drafts, *flags], 190),
+        *(
+            Step(name, ["benchmarks.decode", "--model", f"shape:{name}", "--out", str(out / name), *shapes], 100)
+            for name in SHAPES
+        ),
+    ]
+
+
+def second_lane(out: Path, corpus: Path | None) -> list[Step]:
+    """What the first needs, and what leaves it in peace."""
+    main, mini, topo = out / "main", out / "mini", out / "topo"
+    profile, foreload = str(main / PROFILE), "foreload.cli"
+    data = [] if corpus is None else ["--data", str(corpus)]
+    train = ["recipes.train.train", "--config", "recipes/train/configs/topo.json", *data, "--out", str(topo)]
+    export = ["recipes.train.export", "--weights", str(topo / "topo.pt"), "--tokenizer", "foreload/assets/mini"]
+    formats = ["benchmarks.expert_formats", "--model", str(topo / "hf"), "--device", "cuda", "--windows", "6"]
+    learned = [
+        Step("train", [*train, "--minutes", "3.5"], 330),
+        Step("export", [*export, "--out", str(topo / "hf")], 60),
+        Step("formats", [*formats, "--text", f"{corpus}/heldout.jsonl", "--out", str(out / "formats-topo.json")], 200),
+    ]
+    traces = [flag for name in DRAFTED for flag in ("--trace", f"traces/samples/{name}.parquet")]
+    tuned = ["benchmarks.tuned_h200", "--prepare", "--profile", profile, "--trace", f"topo={TOPO}", "--minutes", "4"]
+    drafted = ["benchmarks.tuned_drafts", "--profile", profile, *traces, "--out", str(out / "tuned-drafts")]
+    checked = ["--profile", str(mini / "profile.json"), "--trace", str(mini / "trace.parquet"), "--repeats", "9"]
+    recorded = ["-n", "300", "--requests", "9", "--out", str(mini / "trace.parquet")]
+    pytest = ["pytest", "-q", "-p", "no:cacheprovider"]
+    return [
+        Step("compiled", ["benchmarks.compiled"], 300),
+        *(learned if corpus is not None else ()),
+        Step("tuned", [*tuned, "--out", str(main)], 260, part_done(main, "validate")),
+        Step("tuned-drafts", drafted, 240),
+        Step("mini-profile", [foreload, "profile", "mini", "--mode", "full", "--out", str(mini / "profile.json")], 120),
+        Step("mini-record", [foreload, "record", "mini", *recorded], 120),
+        Step("mini", [foreload, "validate", "mini", *checked, "--out", str(mini / "validate.json")], 200),
+        Step("kernels", [*pytest, "-m", "unit or gpu", "tests/backend/cuda"], 200),
+        Step("sanitizer", ["benchmarks.sanitizer", "--minutes", "7", "--out", str(out / "sanitizer.json")], 430),
+        Step("gpu", [*pytest, "-m", "gpu", "tests/backend", "tests/oracles"], 300),
+    ]
+
+
+def run(lanes: Sequence[Lane], out: Path) -> list[Mapping[str, Any]]:
+    """All lanes beside each other; what each step came to, also in `out`/lanes.json."""
+    threads = [threading.Thread(target=lane.run) for lane in lanes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    told = [{"gpu": lane.gpu, "steps": lane.told} for lane in lanes]
+    write_json(out / "lanes.json", told)
+    return told
+
+
+def main(args: Sequence[str] | None = None) -> list[Mapping[str, Any]]:
+    """Run both lanes, print what became of their steps."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=29.0)
+    parser.add_argument("--corpus", type=Path, help="of recipes/corpus, to train topo on")
+    parser.add_argument("--cores", type=int, default=cores(), help="to share out between the lanes")
+    given = parser.parse_args(args)
+    (given.out / "mini").mkdir(parents=True, exist_ok=True)
+    until, half = time.monotonic() + 60 * given.minutes, max(1, given.cores // 2)
+    steps = (first_lane(given.out, given.minutes), second_lane(given.out, given.corpus))
+    places = (frozenset(range(half)), frozenset(range(half, max(half + 1, given.cores))))
+    lanes = [Lane(gpu, place, of, given.out, until) for gpu, (place, of) in enumerate(zip(places, steps, strict=True))]
+    told = run(lanes, given.out)
+    for lane in told:
+        for step in lane["steps"]:
+            print(f"GPU {lane['gpu']}: {step['step']}: {step['code']} after {step['seconds']:.0f} s")
+    return told
+
+
+if __name__ == "__main__":
+    main()
