@@ -32,7 +32,7 @@ from foreload.machine import cores
 
 TOPO = "traces/samples/topo-literature-predictions.parquet"
 DRAFTED = ("topo-code-ngram-4", "topo-instructions-ngram-4", "topo-manual-model-4")
-PARTS = "profile:190,validate:430,whatif:220,decode:200,tuned_slow:180"
+PARTS = "profile:170,validate:510,whatif:220,decode:190,tuned_slow:180"
 SHAPES = ("gpt-oss-20b", "deepseek-v2-lite", "glm-4.7-flash", "olmoe-1b-7b", "gpt-oss-120b", "mixtral-8x7b")
 
 
@@ -110,7 +110,7 @@ def first_lane(out: Path, minutes: float) -> list[Step]:
         drafts += ["--trace", f"traces/samples/{name}.parquet"]
         for kind in ("drafts", "plain"):
             drafts += ["--also", f"{name}={out / 'tuned-drafts' / f'{name}-{kind}.json'}"]
-    h200 = ["benchmarks.h200", "--out", str(main), "--minutes", f"{0.75 * minutes:.2f}", "--simulate-later"]
+    h200 = ["benchmarks.h200", "--out", str(main), "--minutes", f"{0.78 * minutes:.2f}", "--simulate-later"]
     flags = ["--sections", "drafts", "--gammas", "2,4", "--minutes", "2"]
     shapes = ["--sections", "resident,no-cache,cached", "--ratios", "0.25", "--minutes", "0.7"]
     return [

@@ -12,7 +12,7 @@ from foreload.backend.native.pool import SPIN_US
 from foreload.profiler.graph_bench import Asked, GraphBench, LayerTimes, StepTimes, in_runs
 from foreload.profiler.probes import Effort, thread_counts
 from foreload.profiler.schema import Measurement
-from foreload.profiler.stats import in_time, summarise, summarise_device
+from foreload.profiler.stats import averaged, in_time, summarise, summarise_device
 
 REST_US = SPIN_US + SPIN_US // 2
 """After so long a rest workers sleep."""
@@ -47,10 +47,10 @@ def computed_us(times: LayerTimes) -> float:
     return sum(times.host.get(kind, 0.0) for kind in ("submit", "issue", "experts_gpu", "wait_cpu"))
 
 
-def cpu_experts(bench: GraphBench, effort: Effort) -> Iterator[Measurement]:
-    """All of it, for every number of threads."""
+def cpu_experts(bench: GraphBench, effort: Effort, most: int | None = None) -> Iterator[Measurement]:
+    """All of it, for every number of threads, or for so many of the largest."""
     bench.stage("cpu")
-    for threads in thread_counts():
+    for threads in thread_counts()[-(most or 0) :]:
         yield from alone(bench, effort, threads)
         yield from beside_copies(bench, effort, threads)
 
@@ -74,7 +74,7 @@ def alone(bench: GraphBench, effort: Effort, threads: int) -> Iterator[Measureme
     every = [times for of_count in found.values() for times in of_count]
     yield summarise("after_cpu", after or [t.host["plan"] + t.host["finish"] for t in every], threads=threads)
     if threads == max(thread_counts()):
-        yield summarise("submit", [t.host["submit"] for t in every], average=True)
+        yield averaged("submit", [t.host["submit"] for t in every])
     yield from _asleep(bench, effort, threads)
 
 

@@ -21,7 +21,7 @@ from foreload.profiler.bench import Stage
 from foreload.profiler.graph_bench import Asked, GraphBench, LayerTimes, StepTimes, in_runs
 from foreload.profiler.probes import Effort
 from foreload.profiler.schema import PROBED_CONTEXT, Measurement
-from foreload.profiler.stats import in_time, summarise, summarise_device
+from foreload.profiler.stats import averaged, in_time, summarise, summarise_device
 from foreload.settings import MAX_PREFETCH_DEPTH, Settings
 
 
@@ -103,20 +103,20 @@ def resident(
     beyond = {count: [max(0.0, us - basis.enter_us) for us in samples] for count, samples in turns.items()}
     fewest = next((samples for samples in beyond.values() if samples), [0.0])
     basis.latency_us = median(fewest)
-    yield summarise("launch", fewest, average=True)
+    yield averaged("launch", fewest)
     experts = {count: [max(0.0, us - basis.latency_us) for us in samples] for count, samples in beyond.items()}
     for count, samples in experts.items():
         if samples:
             yield summarise_device("experts_gpu", [0.0], samples, experts=count)
     every = [times for _, step in steps for times in step.layers]
-    yield summarise("plan", [times.host["plan"] for times in every], average=True, copies=0)
-    yield summarise("finish", [times.host["finish"] for times in every], average=True)
-    yield summarise("embed", [(step.launched_ns - step.begun_ns) / 1e3 for _, step in steps], average=True)
+    yield averaged("plan", [times.host["plan"] for times in every], copies=0)
+    yield averaged("finish", [times.host["finish"] for times in every])
+    yield averaged("embed", [(step.launched_ns - step.begun_ns) / 1e3 for _, step in steps])
     heads = [
         step.turn_us(layers - 1) - basis.latency_us - (median(experts[n]) if experts[n] else 0.0) for n, step in steps
     ]
     after = [_after_last_us(step) for _, step in steps]
-    yield summarise_device("head", after, [max(0.0, us) for us in heads], average=True)
+    yield averaged("head", after, [max(0.0, us) for us in heads])
     yield from _whole(bench, effort)
 
 
@@ -136,7 +136,7 @@ def _whole(bench: GraphBench, effort: Effort) -> Iterator[Measurement]:
         for turn in in_time(effort.rounds, effort.seconds):
             step = bench.step([Asked.of(bench.pick(stage.resident, k, turn))] * layers, context, slots)
             samples.append((step.done_ns - step.begun_ns) / 1e3)
-        yield summarise_device("whole", [0.0], samples[1:], average=True, context=context)
+        yield averaged("whole", [0.0], samples[1:], context=context)
 
 
 # What graphs do besides
@@ -234,7 +234,7 @@ def copies(bench: GraphBench, effort: Effort, basis: Basis) -> Iterator[Measurem
     plan = median(times.host["plan"] for found in missed.values() for times in found)
     rest = plan + us["copy_start"] + basis.enter_us  # one expert is part of the latency
     waits = [max(0.0, turn - count * us["copy"] - rest) for count, turn in turns]
-    yield summarise("wait", waits or [0.0], average=True)  # whatever else lies between routing and routing
+    yield averaged("wait", waits or [0.0])  # whatever else lies between routing and routing
 
 
 def _of_copies(bench: GraphBench, missed: dict[int, list[LayerTimes]]) -> Iterator[Measurement]:
@@ -250,10 +250,10 @@ def _of_copies(bench: GraphBench, missed: dict[int, list[LayerTimes]]) -> Iterat
     none = missed[0]
     idle = median(times.host["issue"] for times in none)
     two = [times.host["issue"] for count, found in missed.items() if count > 1 for times in found] or [idle]
-    yield summarise("issue", [max(0.0, us - idle) / 2 for us in two], average=True)
+    yield averaged("issue", [max(0.0, us - idle) / 2 for us in two])
     launch = median(times.host["experts_gpu"] for times in none)
     few = [(times.host["experts_gpu"] - launch) / count for count in (1, 2) for times in missed.get(count, [])]
-    yield summarise("late", [max(0.0, us) for us in few], average=True)
+    yield averaged("late", [max(0.0, us) for us in few])
     host = [times.host["plan"] + times.host["finish"] for times in none]
     longest = max(count for count, found in missed.items() if found)
     waited = max(1, round((longest - 1) * median(gaps)))

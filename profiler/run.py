@@ -26,11 +26,14 @@ from foreload.settings import Settings
 from foreload.shape import ModelShape
 
 Mode = Literal["quick", "full"]
-Groups = tuple[tuple[str, Callable[[], Iterator[Measurement]]], ...]
+Again = Callable[[], Iterator[Measurement]]
+Groups = tuple[tuple[str, Again], ...]
 GRAPHS = "graphs"
 """The path of an engine whose decode steps are graphs, in its own words and in a profile's."""
 ON_CPU = "experts on the CPU"
 """The group of probes that other load on the host disturbs most."""
+MANY = 3
+"""Numbers of threads, the largest, that are measured as long as there is time."""
 
 
 def profile(
@@ -42,7 +45,7 @@ def profile(
     """Measure every block of `engine` on this machine; `progress(name, done, total)` per group of probes.
 
     Groups that would begin after `until` (`time.monotonic`) are left out, and the profile says so. What time is left
-    goes to the last group again, where blocks are graphs: experts on the CPU, which other load disturbs most.
+    goes to experts on the CPU on many threads, where blocks are graphs: other load disturbs them most.
     The engine keeps its settings and loses its cache. UsageError if its device memory cannot hold the few experts the
     probes need.
     """
@@ -54,7 +57,7 @@ def profile(
     found: list[Measurement] = []
     noise: list[float] = []
     left_out: list[str] = []
-    bench, groups = _graphs(engine, effort) if engine.path == GRAPHS else _eager(engine, effort, found)
+    bench, groups, again = _graphs(engine, effort) if engine.path == GRAPHS else _eager(engine, effort, found)
     try:
         with torch.inference_mode():
             for done, (name, group) in enumerate(groups):
@@ -64,13 +67,14 @@ def profile(
                     left_out.append(name)
                     continue
                 noise.append(_fixed_probe(bench))
-                begun = time.monotonic()
                 found.extend(group())
-                took = time.monotonic() - begun
-            while until is not None and not left_out and engine.path == GRAPHS and time.monotonic() + took < until:
+            took = 0.0
+            while again is not None and until is not None and time.monotonic() + took < until:
                 if progress is not None:
-                    progress(name, len(groups) - 1, len(groups))
-                found.extend(group())
+                    progress(f"{ON_CPU}, as there is time", len(groups) - 1, len(groups))
+                begun = time.monotonic()
+                found.extend(again())
+                took = time.monotonic() - begun
             noise.append(_fixed_probe(bench))
     finally:
         bench.close()
@@ -80,14 +84,14 @@ def profile(
     return HardwareProfile(meta=meta, measurements=tuple(middle_of_each(found)))
 
 
-def _eager(engine: Engine, effort: probes.Effort, found: list[Measurement]) -> tuple[Bench, Groups]:
+def _eager(engine: Engine, effort: probes.Effort, found: list[Measurement]) -> tuple[Bench, Groups, Again | None]:
     """What is measured where every operator is launched; `found` is filled meanwhile."""
     bench = Bench(engine)
 
     def plan_us() -> float:
         return next(m.p50_us for m in found if m.probe == "plan" and m.at == {"copies": 0})
 
-    return bench, (
+    groups: Groups = (
         ("decode blocks", lambda: probes.resident(bench, effort)),
         ("predictions", lambda: probes.predictions(bench, effort)),
         ("copies beside decoding", lambda: probes.company(bench, effort)),
@@ -97,11 +101,12 @@ def _eager(engine: Engine, effort: probes.Effort, found: list[Measurement]) -> t
         ("verify steps", lambda: _windows(bench, effort)),
         ("formats", lambda: by_format(bench, effort.rounds, probes.thread_counts())),
     )
+    return bench, groups, None
 
 
-def _graphs(engine: Engine, effort: probes.Effort) -> tuple[Bench, Groups]:
+def _graphs(engine: Engine, effort: probes.Effort) -> tuple[Bench, Groups, Again | None]:
     """What is measured where decode steps are graphs: what every step is made of three times over the run, as a device
-    may be quicker at its beginning and other load comes and goes.
+    may be quicker at its beginning and other load comes and goes; and what is measured again as long as there is time.
     """
     bench, basis = GraphBench(engine), graph_probes.Basis()
 
@@ -110,7 +115,7 @@ def _graphs(engine: Engine, effort: probes.Effort) -> tuple[Bench, Groups]:
         yield from graph_windows.cpu_windows(bench, effort)
         yield from windows.drafts(bench, effort.rounds)
 
-    return bench, (
+    groups: Groups = (
         ("decode blocks", lambda: graph_probes.blocks(bench, effort, basis)),
         ("copies", lambda: graph_probes.copies(bench, effort, basis)),
         ("copies beside decoding", lambda: graph_probes.company(bench, effort, basis)),
@@ -125,6 +130,7 @@ def _graphs(engine: Engine, effort: probes.Effort) -> tuple[Bench, Groups]:
         ("decode blocks, once more", lambda: graph_probes.blocks(bench, effort, basis)),
         (f"{ON_CPU}, once more", lambda: graph_cpu.cpu_experts(bench, effort)),
     )
+    return bench, groups, lambda: graph_cpu.cpu_experts(bench, effort, MANY)
 
 
 def _windows(bench: Bench, effort: probes.Effort) -> Iterator[Measurement]:

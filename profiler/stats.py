@@ -13,19 +13,13 @@ from foreload.profiler.schema import Measurement
 
 
 def summarise(
-    probe: str,
-    samples_us: Sequence[float],
-    gpu_us: float = 0.0,
-    gpu_p95_us: float = 0.0,
-    average: bool = False,
-    **at: int,
+    probe: str, samples_us: Sequence[float], gpu_us: float = 0.0, gpu_p95_us: float = 0.0, **at: int
 ) -> Measurement:
-    """Median and 95th percentile of samples (at least one) as a Measurement; their mean, too, if `average`."""
+    """Median and 95th percentile of samples (at least one) as a Measurement."""
     p50, p95 = np.percentile(np.asarray(samples_us), [50, 95])
     return Measurement(
         probe=probe,
         at=at,
-        mean_us=_mean(samples_us) if average else None,
         p50_us=round(float(p50), 3),
         p95_us=round(float(p95), 3),
         gpu_us=round(gpu_us, 3),
@@ -34,13 +28,19 @@ def summarise(
     )
 
 
-def summarise_device(
-    probe: str, host_us: Sequence[float], device_us: Sequence[float], average: bool = False, **at: int
-) -> Measurement:
+def summarise_device(probe: str, host_us: Sequence[float], device_us: Sequence[float], **at: int) -> Measurement:
     """The same of samples of the host's time and of the device's."""
     p50, p95 = np.percentile(np.asarray(device_us), [50, 95])
-    found = summarise(probe, host_us, float(p50), float(p95), average, **at)
-    return found.model_copy(update={"repeats": len(device_us), "gpu_mean_us": _mean(device_us) if average else None})
+    found = summarise(probe, host_us, float(p50), float(p95), **at)
+    return found.model_copy(update={"repeats": len(device_us)})
+
+
+def averaged(probe: str, host_us: Sequence[float], device_us: Sequence[float] | None = None, **at: int) -> Measurement:
+    """The same with means: of blocks that every step has, now and then much longer than most of the time."""
+    if device_us is None:
+        return summarise(probe, host_us, **at).model_copy(update={"mean_us": _mean(host_us)})
+    means = {"mean_us": _mean(host_us), "gpu_mean_us": _mean(device_us)}
+    return summarise_device(probe, host_us, device_us, **at).model_copy(update=means)
 
 
 def _mean(samples_us: Sequence[float]) -> float:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ from foreload.backend.engine import Engine, EngineOptions
 from foreload.backend.models.checkpoint import Checkpoint
 from foreload.backend.predict import PREDICTORS
 from foreload.errors import BudgetError, UsageError
-from foreload.profiler import run
+from foreload.profiler import probes, run
+from foreload.profiler.bench import Bench
 from foreload.profiler.probes import thread_counts
 from foreload.profiler.run import bench_settings, profile
 from foreload.profiler.schema import HardwareProfile, Measurement
@@ -192,3 +195,30 @@ def test_host_samples_follow_warm_ups() -> None:
     samples = host_samples(calls.append, 4, torch.device("cpu"))
     assert calls == [0, 0, 0, 0, 1, 2, 3]
     assert len(samples) == 4
+
+
+@pytest.mark.integration
+def test_time_that_is_left_goes_to_what_other_load_disturbs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a time there is none left; each time counts as much as any other."""
+    once = summarise("experts_cpu", [5.0], experts=1, threads=1)
+    times, told = list[float](), list[str]()
+
+    def again() -> Iterator[Measurement]:
+        times.append(time.monotonic())
+        yield summarise("experts_cpu", [7.0], experts=1, threads=1)
+
+    def groups(engine: Engine, effort: probes.Effort, found: list[Measurement]) -> tuple[Bench, run.Groups, run.Again]:
+        return Bench(engine), (("once", lambda: iter([once])),), again
+
+    monkeypatch.setattr(run, "_eager", groups)
+    folder = save_tiny(tmp_path / "tiny")
+    checkpoint = Checkpoint.open(str(folder))
+    with Engine(checkpoint, EngineOptions(context_tokens=64), bench_settings(checkpoint.shape)) as engine:
+        assert profile(engine).measurements == (once,)
+        assert times == []
+        until = time.monotonic() + 0.5
+        found = profile(engine, "quick", lambda name, done, total: told.append(name), until).measurements
+    assert [one.repeats for one in found] == [1 + len(times)]
+    assert times
+    assert max(times) < until
+    assert told[-2:] == [f"{run.ON_CPU}, as there is time", "done"]

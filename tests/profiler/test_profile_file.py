@@ -15,7 +15,9 @@ from foreload.cli.profile import _show
 from foreload.dashboard.report import profile_rows
 from foreload.errors import FileError, MismatchError
 from foreload.profiler.schema import PROFILE_SCHEMA, HardwareProfile, Measurement, coordinate
+from foreload.profiler.stats import averaged, middle_of_each, summarise
 from foreload.shape import ModelShape
+from foreload.simulator.lookup import points_of
 
 MakeProfile = Callable[..., HardwareProfile]
 
@@ -175,3 +177,28 @@ def test_tables_name_expert_formats(make_profile: MakeProfile, capsys: pytest.Ca
     _show(Console(width=100), {"file": "p.json", **profile.model_dump(mode="json")}, [])
     assert "format mxfp4" in capsys.readouterr().out
     assert coordinate("experts", 4) == "4"
+
+
+@pytest.mark.unit
+def test_what_happens_now_and_then_is_in_the_mean(make_profile: MakeProfile) -> None:
+    """A step pays for it; the longest hundredth, which goes by chance, counts as the longest of the others does."""
+    usual = [10.0] * 90 + [40.0] * 9
+    found = averaged("embed", [*usual, 5000.0])
+    assert (found.p50_us, found.mean_us, found.gpu_mean_us) == (10.0, 13.0, None)
+    assert found.cost_us == (13.0, 0.0)
+    head = averaged("head", [1.0], [2.0, 2.0, 5.0])
+    assert head.cost_us == (1.0, pytest.approx(2.0))
+    plain = summarise("copy", usual)
+    assert plain.cost_us == (10.0, 0.0)
+    assert "mean_us" not in plain.model_dump()
+    several = middle_of_each([found, averaged("embed", [20.0]), averaged("embed", [14.0])])
+    assert [one.mean_us for one in several] == [14.0]
+    profile = make_profile()
+    named = profile.model_copy(update={"measurements": (found, head)})
+    assert HardwareProfile.model_validate_json(named.model_dump_json()) == named
+    assert point_costs(named) == {"embed": (13_000, 0), "head": (1_000, 2_000)}
+
+
+def point_costs(profile: HardwareProfile) -> dict[str, tuple[int, int]]:
+    """What the cost model takes of each measurement."""
+    return {m.probe: (p.host_ns, p.gpu_ns) for m in profile.measurements for p in points_of(m.probe, [m])}
