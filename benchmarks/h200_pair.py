@@ -1,13 +1,13 @@
-"""All figures of a machine with two GPUs in half an hour: a lane for each GPU, with half of the cores.
+"""All figures of a machine with two GPUs in half an hour, in lanes beside each other: half of the cores for each GPU.
 
     python -m benchmarks.h200_pair --out DIR [--minutes 29] [--corpus DIR] [--cores 32]
 
-The first lane measures what counts, on one engine of the full size; the second one does what that needs (simulations,
-settings of the tuner) and what does not disturb it, and stays quiet otherwise: other work on the host's memory changes
-figures by several per cent. With a corpus (`recipes/corpus`: train.bin.xz, heldout.jsonl) it trains `topo` to score
-expert formats on. Each step has a log in DIR and a limit, and is ended with all it started; DIR/lanes.json says how
-each went. Afterwards, where simulations are quick: `validate_h200 --predict`, `whatif_h200 --predict` and
-`tuned_h200 --simulate` with DIR/main.
+The first lane measures what counts, on one engine of the full size. The others do what that needs (simulations,
+settings of the tuner) and what does not disturb it, and stay quiet otherwise: other work on the host's memory changes figures
+by several per cent. Other models come last, on both GPUs. With a corpus (`recipes/corpus`: train.bin.xz and
+heldout.jsonl) `topo` is trained, to score expert formats on. Each step has a log in DIR and a limit, and is ended with
+all it started; DIR/lanes.json says how each went. Afterwards, where simulations are quick: `validate_h200 --predict`,
+`whatif_h200 --predict` and `tuned_h200 --simulate` with DIR/main.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from foreload.machine import cores
 
 TOPO = "traces/samples/topo-literature-predictions.parquet"
 DRAFTED = ("topo-code-ngram-4", "topo-instructions-ngram-4", "topo-manual-model-4")
-PARTS = "profile:170,validate:510,whatif:220,decode:190,tuned_slow:180"
-SHAPES = ("gpt-oss-20b", "deepseek-v2-lite", "glm-4.7-flash", "olmoe-1b-7b", "gpt-oss-120b", "mixtral-8x7b")
+PARTS = "profile:160,validate:490,whatif:210,decode:185,tuned_slow:160"
+SMALL, LARGE = ("gpt-oss-20b", "deepseek-v2-lite", "olmoe-1b-7b"), ("glm-4.7-flash", "gpt-oss-120b", "mixtral-8x7b")
+"""Other models, by how long their experts take to load."""
 
 
 @dataclass(frozen=True)
@@ -110,17 +111,20 @@ def first_lane(out: Path, minutes: float) -> list[Step]:
         drafts += ["--trace", f"traces/samples/{name}.parquet"]
         for kind in ("drafts", "plain"):
             drafts += ["--also", f"{name}={out / 'tuned-drafts' / f'{name}-{kind}.json'}"]
-    h200 = ["benchmarks.h200", "--out", str(main), "--minutes", f"{0.78 * minutes:.2f}", "--simulate-later"]
-    flags = ["--sections", "drafts", "--gammas", "2,4", "--minutes", "2"]
-    shapes = ["--sections", "resident,no-cache,cached", "--ratios", "0.25", "--minutes", "0.7"]
+    h200 = ["benchmarks.h200", "--out", str(main), "--minutes", f"{0.74 * minutes:.2f}", "--simulate-later"]
+    flags = ["--sections", "drafts", "--gammas", "2,4", "--minutes", "2.5"]
     return [
         Step("main", [*h200, "--trace", f"topo={TOPO}", "--parts", PARTS], 60 * minutes),
-        Step("drafts", ["benchmarks.decode", "--out", str(out / "drafts"), *drafts, *flags], 190),
-        *(
-            Step(name, ["benchmarks.decode", "--model", f"shape:{name}", "--out", str(out / name), *shapes], 100)
-            for name in SHAPES
-        ),
+        Step("drafts", ["benchmarks.decode", "--out", str(out / "drafts"), *drafts, *flags], 170),
+        *(model(name, out, 1.1) for name in SMALL),
     ]
+
+
+def model(name: str, out: Path, minutes: float, ready: Callable[[], bool] = lambda: True) -> Step:
+    """Another model's rows; the minutes include loading it."""
+    flags = ["--sections", "resident,no-cache,cached", "--ratios", "0.25", "--minutes", f"{minutes}"]
+    command = ["benchmarks.decode", "--model", f"shape:{name}", "--out", str(out / name), *flags]
+    return Step(name, command, 60 * minutes + 20, ready)
 
 
 def second_lane(out: Path, corpus: Path | None) -> list[Step]:
@@ -141,7 +145,6 @@ def second_lane(out: Path, corpus: Path | None) -> list[Step]:
     drafted = ["benchmarks.tuned_drafts", "--profile", profile, *traces, "--out", str(out / "tuned-drafts")]
     checked = ["--profile", str(mini / "profile.json"), "--trace", str(mini / "trace.parquet"), "--repeats", "9"]
     recorded = ["-n", "300", "--requests", "9", "--out", str(mini / "trace.parquet")]
-    pytest = ["pytest", "-q", "-p", "no:cacheprovider"]
     return [
         Step("compiled", ["benchmarks.compiled"], 300),
         *(learned if corpus is not None else ()),
@@ -150,6 +153,14 @@ def second_lane(out: Path, corpus: Path | None) -> list[Step]:
         Step("mini-profile", [foreload, "profile", "mini", "--mode", "full", "--out", str(mini / "profile.json")], 120),
         Step("mini-record", [foreload, "record", "mini", *recorded], 120),
         Step("mini", [foreload, "validate", "mini", *checked, "--out", str(mini / "validate.json")], 200),
+        *(model(name, out, 1.5, (out / f"{SMALL[0]}.log").exists) for name in LARGE),
+    ]
+
+
+def third_lane(out: Path) -> list[Step]:
+    """Tests, while the second trains."""
+    pytest = ["pytest", "-q", "-p", "no:cacheprovider"]
+    return [
         Step("kernels", [*pytest, "-m", "unit or gpu", "tests/backend/cuda"], 200),
         Step("sanitizer", ["benchmarks.sanitizer", "--minutes", "7", "--out", str(out / "sanitizer.json")], 430),
         Step("gpu", [*pytest, "-m", "gpu", "tests/backend", "tests/oracles"], 300),
@@ -169,7 +180,7 @@ def run(lanes: Sequence[Lane], out: Path) -> list[Mapping[str, Any]]:
 
 
 def main(args: Sequence[str] | None = None) -> list[Mapping[str, Any]]:
-    """Run both lanes, print what became of their steps."""
+    """Run all lanes, print what became of their steps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=29.0)
@@ -178,9 +189,12 @@ def main(args: Sequence[str] | None = None) -> list[Mapping[str, Any]]:
     given = parser.parse_args(args)
     (given.out / "mini").mkdir(parents=True, exist_ok=True)
     until, half = time.monotonic() + 60 * given.minutes, max(1, given.cores // 2)
-    steps = (first_lane(given.out, given.minutes), second_lane(given.out, given.corpus))
-    places = (frozenset(range(half)), frozenset(range(half, max(half + 1, given.cores))))
-    lanes = [Lane(gpu, place, of, given.out, until) for gpu, (place, of) in enumerate(zip(places, steps, strict=True))]
+    near, far = frozenset(range(half)), frozenset(range(half, max(half + 1, given.cores)))
+    lanes = [
+        Lane(0, near, first_lane(given.out, given.minutes), given.out, until),
+        Lane(1, far, second_lane(given.out, given.corpus), given.out, until),
+        Lane(1, far, third_lane(given.out), given.out, until),
+    ]
     told = run(lanes, given.out)
     for lane in told:
         for step in lane["steps"]:
