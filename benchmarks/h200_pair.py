@@ -3,8 +3,8 @@
     python -m benchmarks.h200_pair --out DIR [--minutes 29] [--corpus DIR] [--cores 32]
 
 The first lane measures what counts, on one engine of the full size. The others do what that needs (simulations,
-settings of the tuner) and what does not disturb it, and stay quiet otherwise: other work on the host's memory changes figures
-by several per cent. Other models come last, on both GPUs. With a corpus (`recipes/corpus`: train.bin.xz and
+settings of the tuner) and what does not disturb it, and stay quiet otherwise: other work on the host's memory changes
+figures by several per cent. Other models come last, on both GPUs. With a corpus (`recipes/corpus`: train.bin.xz and
 heldout.jsonl) `topo` is trained, to score expert formats on. Each step has a log in DIR and a limit, and is ended with
 all it started; DIR/lanes.json says how each went. Afterwards, where simulations are quick: `validate_h200 --predict`,
 `whatif_h200 --predict` and `tuned_h200 --simulate` with DIR/main.
