@@ -10,9 +10,8 @@ beside executed predictions; drafts forced on. Routing is replayed from --trace,
 (`trace synthesize --preset qwen3`) in the model's shape; verify windows and executed predictions are made of it. Of a
 recording that holds verify windows, drafts alone are measured: those windows, shorter ones cut from them, and its
 text without drafts, from the middle of it on. Writes DIR/decode.json (every repeat, rates, machine) after every round,
-and DIR/decode.md.
-A cell is not begun that would not end before the minutes are over: the result names it. Contexts may be longer than
-those of a published shape.
+and DIR/decode.md. A cell is not begun that would not end before the minutes are over: the result names it. Contexts may
+be longer than those of a published shape.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ from foreload.machine import cores
 
 TOPO = "traces/samples/topo-literature-predictions.parquet"
 DRAFTED = ("topo-code-ngram-4", "topo-instructions-ngram-4", "topo-manual-model-4")
+DRAFTED_TRACES = [flag for name in DRAFTED for flag in ("--trace", f"traces/samples/{name}.parquet")]
 PARTS = "profile:160,validate:490,whatif:210,decode:185,tuned_slow:160"
 SMALL, LARGE = ("gpt-oss-20b", "deepseek-v2-lite", "olmoe-1b-7b"), ("glm-4.7-flash", "gpt-oss-120b", "mixtral-8x7b")
 """Other models, by how long their experts take to load."""
@@ -106,9 +107,8 @@ def part_done(main: Path, name: str) -> Callable[[], bool]:
 
 def first_lane(out: Path, minutes: float) -> list[Step]:
     """What counts."""
-    main, drafts = out / "main", []
+    main, drafts = out / "main", [*DRAFTED_TRACES]
     for name in DRAFTED:
-        drafts += ["--trace", f"traces/samples/{name}.parquet"]
         for kind in ("drafts", "plain"):
             drafts += ["--also", f"{name}={out / 'tuned-drafts' / f'{name}-{kind}.json'}"]
     h200 = ["benchmarks.h200", "--out", str(main), "--minutes", f"{0.74 * minutes:.2f}", "--simulate-later"]
@@ -129,31 +129,34 @@ def model(name: str, out: Path, minutes: float, ready: Callable[[], bool] = lamb
 
 def second_lane(out: Path, corpus: Path | None) -> list[Step]:
     """What the first needs, and what leaves it in peace."""
-    main, mini, topo = out / "main", out / "mini", out / "topo"
+    main, mini = out / "main", out / "mini"
     profile, foreload = str(main / PROFILE), "foreload.cli"
-    data = [] if corpus is None else ["--data", str(corpus)]
-    train = ["recipes.train.train", "--config", "recipes/train/configs/topo.json", *data, "--out", str(topo)]
-    export = ["recipes.train.export", "--weights", str(topo / "topo.pt"), "--tokenizer", "foreload/assets/mini"]
-    formats = ["benchmarks.expert_formats", "--model", str(topo / "hf"), "--device", "cuda", "--windows", "6"]
-    learned = [
-        Step("train", [*train, "--minutes", "3.5"], 330),
-        Step("export", [*export, "--out", str(topo / "hf")], 60),
-        Step("formats", [*formats, "--text", f"{corpus}/heldout.jsonl", "--out", str(out / "formats-topo.json")], 200),
-    ]
-    traces = [flag for name in DRAFTED for flag in ("--trace", f"traces/samples/{name}.parquet")]
     tuned = ["benchmarks.tuned_h200", "--prepare", "--profile", profile, "--trace", f"topo={TOPO}", "--minutes", "4"]
-    drafted = ["benchmarks.tuned_drafts", "--profile", profile, *traces, "--out", str(out / "tuned-drafts")]
+    drafted = ["benchmarks.tuned_drafts", "--profile", profile, *DRAFTED_TRACES, "--out", str(out / "tuned-drafts")]
     checked = ["--profile", str(mini / "profile.json"), "--trace", str(mini / "trace.parquet"), "--repeats", "9"]
     recorded = ["-n", "300", "--requests", "9", "--out", str(mini / "trace.parquet")]
     return [
         Step("compiled", ["benchmarks.compiled"], 300),
-        *(learned if corpus is not None else ()),
+        *(() if corpus is None else formats_of_topo(out, corpus)),
         Step("tuned", [*tuned, "--out", str(main)], 260, part_done(main, "validate")),
         Step("tuned-drafts", drafted, 240),
         Step("mini-profile", [foreload, "profile", "mini", "--mode", "full", "--out", str(mini / "profile.json")], 120),
         Step("mini-record", [foreload, "record", "mini", *recorded], 120),
         Step("mini", [foreload, "validate", "mini", *checked, "--out", str(mini / "validate.json")], 200),
         *(model(name, out, 1.5, (out / f"{SMALL[0]}.log").exists) for name in LARGE),
+    ]
+
+
+def formats_of_topo(out: Path, corpus: Path) -> list[Step]:
+    """`topo` trained, and what small expert formats cost it."""
+    topo, text, told = out / "topo", str(corpus / "heldout.jsonl"), str(out / "formats-topo.json")
+    train = ["recipes.train.train", "--config", "recipes/train/configs/topo.json", "--data", str(corpus)]
+    export = ["recipes.train.export", "--weights", str(topo / "topo.pt"), "--tokenizer", "foreload/assets/mini"]
+    formats = ["benchmarks.expert_formats", "--model", str(topo / "hf"), "--device", "cuda", "--windows", "6"]
+    return [
+        Step("train", [*train, "--out", str(topo), "--minutes", "3.5"], 330),
+        Step("export", [*export, "--out", str(topo / "hf")], 60),
+        Step("formats", [*formats, "--text", text, "--out", told], 200),
     ]
 
 

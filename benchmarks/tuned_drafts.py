@@ -14,10 +14,10 @@ from pathlib import Path
 from joblib import Parallel, delayed
 
 from benchmarks.beside import costs_of
+from benchmarks.tuned_grid import Budget, Inputs
 from foreload.files import write_json
 from foreload.machine import cores
-from foreload.settings import Settings, staging_slots
-from foreload.simulator.tune import tune
+from foreload.settings import Settings
 from foreload.traces.histogram import uses
 from foreload.traces.io import read_trace
 from foreload.traces.remodel import of_shape, without_windows
@@ -27,11 +27,8 @@ def tuned(profile: Path, recording: Path, ratio: float, drafts: bool) -> tuple[S
     """The tuner's choice for that share of all experts on the device, and its simulated milliseconds per token."""
     costs = costs_of(profile)
     trace = of_shape(read_trace(recording), costs.shape)
-    result = tune(
-        trace if drafts else without_windows(trace), costs.profile, costs.shape, costs.profile.meta.dtype,
-        slots=round(ratio * costs.shape.all_experts) + staging_slots(Settings(), costs.shape),
-        warm=uses(trace.experts, costs.shape.experts), replayed=True,
-    )  # fmt: skip
+    start = uses(trace.experts, costs.shape.experts)
+    result = Inputs(costs.profile, trace if drafts else without_windows(trace), start).tune(Budget(None, ratio))
     return result.best.settings, result.best.tpot_ns / 1e6
 
 

@@ -28,7 +28,7 @@ from foreload.simulator.candidates import NO_PREFETCH, Space
 from foreload.simulator.compiled import simulate_requests
 from foreload.simulator.costs import CostModel
 from foreload.simulator.machines import assume
-from foreload.simulator.tune import tune
+from foreload.simulator.tune import TuneResult, tune
 from foreload.simulator.workload import first_steps, load_requests
 from foreload.traces.remodel import with_windows
 from foreload.traces.schema import Trace
@@ -82,6 +82,14 @@ class Inputs:
         shape = self.trace.meta.model_shape()
         return round(budget.ratio * shape.all_experts) + staging_slots(Settings(), shape)
 
+    def tune(self, budget: Budget) -> TuneResult:
+        """The tuner's answer."""
+        costs = self.costs(budget)
+        return tune(
+            self.trace, costs.profile, costs.shape, costs.profile.meta.dtype, slots=self.slots(budget),
+            warm=self.start, replayed=True,
+        )  # fmt: skip
+
 
 def grid(space: Space) -> list[Settings]:
     """Every combination that fits, none twice."""
@@ -133,10 +141,7 @@ def _simulated(inputs: Inputs, costs: CostModel, settings: Settings, steps: int 
 def _tuned(inputs: Inputs, budget: Budget) -> dict[str, Any]:
     """The tuner's answer, the default and all presets, with their simulated milliseconds per token."""
     costs, begun = inputs.costs(budget), time.perf_counter()
-    result = tune(
-        inputs.trace, costs.profile, costs.shape, costs.profile.meta.dtype, slots=inputs.slots(budget),
-        warm=inputs.start, replayed=True,
-    )  # fmt: skip
+    result = inputs.tune(budget)
     seconds = time.perf_counter() - begun
     named = {"tuned": result.best, "default": result.default, **{c.name: c for c in result.presets()}}
     return {

@@ -132,8 +132,8 @@ def _measure_link(
     others = [cell for few in zip_longest(*(rest for _, rest in groups)) for cell in few if cell]
     beside, known = Beside(engine, [workload], until, link), list(found["rows"])
     tuned = [cell for cell in telling if is_tuned(cell.name)]
+    first = (telling, [*tuned, *others])
     for turn in range(MOST):
-        first = (telling, [*tuned, *others])
         beside.round(first[turn] if turn < 2 else [cell for both in groups for cell in near(*both)])
         now = [row(cell, engine) | {"link_bytes_per_s": link} for cell in (*telling, *others)]
         found["rows"] = known + now
