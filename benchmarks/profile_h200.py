@@ -4,7 +4,8 @@
 
 Writes DIR/profile-h200-SHAPE.json (as `foreload profile` does) and DIR/microcases-h200.json: one copy, one batch of
 resident experts, one batch of CPU experts, and copies beside CPU experts, each predicted from the profile and measured
-by samples of its own, in microseconds. Those are taken between the profile's probes: other load on the host moves both.
+by samples of its own, in microseconds. Those are taken beside the profile's probes of CPU experts, a case on so many
+threads right before the probe on as many: other load on the host, which comes and goes, moves both.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ from foreload.files import write_json
 from foreload.profiler.graph_bench import Asked, GraphBench
 from foreload.profiler.graph_cpu import Routed, computed_us, followed_us
 from foreload.profiler.probes import thread_counts
-from foreload.profiler.run import GRAPHS, ON_CPU, Mode, bench_settings, profile
+from foreload.profiler.run import GRAPHS, Mode, bench_settings, profile
 from foreload.profiler.schema import PROBED_CONTEXT
 from foreload.profiler.stats import in_time
 from foreload.simulator.costs import SCALE, CostModel
 from foreload.traces.schema import Trace
 
-FULL_S, CASES_SHARE, N_SAMPLED = 240, 0.15, 3 * 7
-"""Seconds that must be left for the full profile; the cases' share of the time, and how often one is sampled."""
+FULL_S, CASES_SHARE, N_SAMPLED, MOST_S = 240, 0.15, 3 * 7, 0.3
+"""Seconds that must be left for the full profile; the cases' share of the time, how often one is sampled at least, and
+the seconds that one takes at most."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Case:
 
     name: str
     predicted_us: float
-    measured_us: float  # median
+    measured_us: float  # median of the medians of each time it was sampled, as a profile's
     spread_pct: float  # 95th to 5th percentile, of the median
     samples: int
 
@@ -51,42 +53,45 @@ class Case:
         return 100 * (self.predicted_us / self.measured_us - 1)
 
 
-def case(name: str, predicted_ns: float, samples_us: Sequence[float]) -> Case:
-    """A case out of its samples."""
-    ordered, middle = sorted(samples_us), median(samples_us)
+def case(name: str, predicted_ns: float, times_us: Sequence[Sequence[float]]) -> Case:
+    """A case out of its samples, of each time it was sampled."""
+    ordered, middle = sorted(us for samples in times_us for us in samples), median(map(median, times_us))
     low, high = ordered[len(ordered) // 20], ordered[-1 - len(ordered) // 20]
     return Case(name, predicted_ns / 1e3, middle, 100 * (high - low) / middle, len(ordered))
 
 
 @dataclass
 class Cases:
-    """Samples of each case, taken between the profile's own probes, in microseconds by name; predicted afterwards."""
+    """Samples of each case, of each time it was taken, in microseconds by name; predicted afterwards."""
 
     bench: GraphBench
     seconds: float
     """For each case, each time."""
-    samples: dict[str, list[float]] = field(default_factory=dict)
+    samples: dict[str, list[Sequence[float]]] = field(default_factory=dict)
     predicted: dict[str, Callable[[CostModel], float]] = field(default_factory=dict)
 
-    def take(self) -> None:
-        """One resource at a time, then two beside each other."""
-        self._link()
-        self._device()
-        for threads in thread_counts()[-2:]:
+    def take(self, threads: int) -> None:
+        """What the profile measures next, on so many threads, if these are many; the link and the device first where
+        they are all.
+        """
+        if threads == thread_counts()[-1]:
+            self._link()
+            self._device()
+        if threads in thread_counts()[-2:]:
             self._cpu(threads)
 
     def found(self, costs: CostModel) -> list[dict[str, Any]]:
         """What `costs` can predict and was measured, as JSON values."""
         told = []
-        for name, samples in self.samples.items():
+        for name, times in self.samples.items():
             with suppress(FileError):  # there was no time for what it is predicted by
-                one = case(name, self.predicted[name](costs), samples)
+                one = case(name, self.predicted[name](costs), times)
                 told.append({**asdict(one), "error_pct": one.error_pct})
         return told
 
     def _add(self, name: str, samples: Sequence[float], predicted: Callable[[CostModel], float]) -> None:
         if samples:
-            self.samples.setdefault(name, []).extend(samples)
+            self.samples.setdefault(name, []).append(samples)
             self.predicted[name] = predicted
 
     def _link(self) -> None:
@@ -168,14 +173,14 @@ def on_engine(engine: Engine, routing: Mapping[str, Trace], until: float, out: P
     mode: Mode = "full" if left > FULL_S else "quick"
     begun, cases = time.monotonic(), None
     if engine.path == GRAPHS:
-        cases = Cases(GraphBench(engine), max(0.02, min(1.0, left * CASES_SHARE / N_SAMPLED)))
+        cases = Cases(GraphBench(engine), max(0.02, min(MOST_S, left * CASES_SHARE / N_SAMPLED)))
 
-    def between(name: str, done: int, total: int) -> None:
-        if cases is not None and name.startswith(ON_CPU) and time.monotonic() < until:
-            cases.take()
+    def before_cpu(threads: int) -> None:
+        if cases is not None and time.monotonic() < until:
+            cases.take(threads)
 
     try:
-        measured = profile(engine, mode, between, until)
+        measured = profile(engine, mode, until=until, before_cpu=before_cpu)
     finally:
         if cases is not None:
             cases.bench.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from random import Random
 from statistics import median
@@ -47,10 +47,13 @@ def computed_us(times: LayerTimes) -> float:
     return sum(times.host.get(kind, 0.0) for kind in ("submit", "issue", "experts_gpu", "wait_cpu"))
 
 
-def cpu_experts(bench: GraphBench, effort: Effort, most: int | None = None) -> Iterator[Measurement]:
-    """All of it, for every number of threads, or for so many of the largest."""
+def cpu_experts(
+    bench: GraphBench, effort: Effort, counts: Sequence[int], before: Callable[[int], object]
+) -> Iterator[Measurement]:
+    """All of it for these numbers of threads, each of which is told to `before` first."""
     bench.stage("cpu")
-    for threads in thread_counts()[-(most or 0) :]:
+    for threads in counts:
+        before(threads)
         yield from alone(bench, effort, threads)
         yield from beside_copies(bench, effort, threads)
 

@@ -7,6 +7,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
+from itertools import cycle
 from typing import Literal
 
 import torch
@@ -26,8 +28,7 @@ from foreload.settings import Settings
 from foreload.shape import ModelShape
 
 Mode = Literal["quick", "full"]
-Again = Callable[[], Iterator[Measurement]]
-Groups = tuple[tuple[str, Again], ...]
+Groups = tuple[tuple[str, Callable[[], Iterator[Measurement]]], ...]
 GRAPHS = "graphs"
 """The path of an engine whose decode steps are graphs, in its own words and in a profile's."""
 ON_CPU = "experts on the CPU"
@@ -41,11 +42,13 @@ def profile(
     mode: Mode = "quick",
     progress: Callable[[str, int, int], None] | None = None,
     until: float | None = None,
+    before_cpu: Callable[[int], object] = lambda _: None,
 ) -> HardwareProfile:
     """Measure every block of `engine` on this machine; `progress(name, done, total)` per group of probes.
 
-    Groups that would begin after `until` (`time.monotonic`) are left out, and the profile says so. What time is left
-    goes to experts on the CPU on many threads, where blocks are graphs: other load disturbs them most.
+    Groups that would begin after `until` (`time.monotonic`) are left out, and the profile says so. Where blocks are
+    graphs, what time is left goes to experts on the CPU on many threads, which other load disturbs most; and whenever
+    such experts are about to be measured on so many threads, `before_cpu(threads)` is called.
     The engine keeps its settings and loses its cache. UsageError if its device memory cannot hold the few experts the
     probes need.
     """
@@ -57,7 +60,9 @@ def profile(
     found: list[Measurement] = []
     noise: list[float] = []
     left_out: list[str] = []
-    bench, groups, again = _graphs(engine, effort) if engine.path == GRAPHS else _eager(engine, effort, found)
+    bench, groups, again = (
+        _graphs(engine, effort, before_cpu) if engine.path == GRAPHS else _eager(engine, effort, found)
+    )
     try:
         with torch.inference_mode():
             for done, (name, group) in enumerate(groups):
@@ -68,13 +73,15 @@ def profile(
                     continue
                 noise.append(_fixed_probe(bench))
                 found.extend(group())
-            took = 0.0
-            while again is not None and until is not None and time.monotonic() + took < until:
-                if progress is not None:
-                    progress(f"{ON_CPU}, as there is time", len(groups) - 1, len(groups))
+            longest = 0.0
+            for name, group in cycle(again if until is not None else ()):
                 begun = time.monotonic()
-                found.extend(again())
-                took = time.monotonic() - begun
+                if until is None or begun + longest > until:
+                    break
+                if progress is not None:
+                    progress(name, len(groups) - 1, len(groups))
+                found.extend(group())
+                longest = max(longest, time.monotonic() - begun)
             noise.append(_fixed_probe(bench))
     finally:
         bench.close()
@@ -84,7 +91,7 @@ def profile(
     return HardwareProfile(meta=meta, measurements=tuple(middle_of_each(found)))
 
 
-def _eager(engine: Engine, effort: probes.Effort, found: list[Measurement]) -> tuple[Bench, Groups, Again | None]:
+def _eager(engine: Engine, effort: probes.Effort, found: list[Measurement]) -> tuple[Bench, Groups, Groups]:
     """What is measured where every operator is launched; `found` is filled meanwhile."""
     bench = Bench(engine)
 
@@ -101,10 +108,10 @@ def _eager(engine: Engine, effort: probes.Effort, found: list[Measurement]) -> t
         ("verify steps", lambda: _windows(bench, effort)),
         ("formats", lambda: by_format(bench, effort.rounds, probes.thread_counts())),
     )
-    return bench, groups, None
+    return bench, groups, ()
 
 
-def _graphs(engine: Engine, effort: probes.Effort) -> tuple[Bench, Groups, Again | None]:
+def _graphs(engine: Engine, effort: probes.Effort, before_cpu: Callable[[int], object]) -> tuple[Bench, Groups, Groups]:
     """What is measured where decode steps are graphs: what every step is made of three times over the run, as a device
     may be quicker at its beginning and other load comes and goes; and what is measured again as long as there is time.
     """
@@ -115,22 +122,26 @@ def _graphs(engine: Engine, effort: probes.Effort) -> tuple[Bench, Groups, Again
         yield from graph_windows.cpu_windows(bench, effort)
         yield from windows.drafts(bench, effort.rounds)
 
+    def on_cpu(*counts: int) -> Iterator[Measurement]:
+        return graph_cpu.cpu_experts(bench, effort, counts or probes.thread_counts(), before_cpu)
+
     groups: Groups = (
         ("decode blocks", lambda: graph_probes.blocks(bench, effort, basis)),
         ("copies", lambda: graph_probes.copies(bench, effort, basis)),
         ("copies beside decoding", lambda: graph_probes.company(bench, effort, basis)),
-        (ON_CPU, lambda: graph_cpu.cpu_experts(bench, effort)),
+        (ON_CPU, on_cpu),
         ("predictions", lambda: graph_probes.variants(bench, effort, basis)),
         ("prefill", lambda: probes.prefill(bench, effort)),
         ("verify steps", windows_of),
         ("decode blocks, again", lambda: graph_probes.blocks(bench, effort, basis)),
-        (f"{ON_CPU}, again", lambda: graph_cpu.cpu_experts(bench, effort)),
+        (f"{ON_CPU}, again", on_cpu),
         ("link", lambda: probes.sizes(bench, effort)),
         ("formats", lambda: by_format(bench, effort.rounds, probes.thread_counts(), effort.seconds / 4)),
         ("decode blocks, once more", lambda: graph_probes.blocks(bench, effort, basis)),
-        (f"{ON_CPU}, once more", lambda: graph_cpu.cpu_experts(bench, effort)),
+        (f"{ON_CPU}, once more", on_cpu),
     )
-    return bench, groups, lambda: graph_cpu.cpu_experts(bench, effort, MANY)
+    largest = probes.thread_counts()[-MANY:]
+    return bench, groups, tuple((f"{ON_CPU}, {threads} threads", partial(on_cpu, threads)) for threads in largest)
 
 
 def _windows(bench: Bench, effort: probes.Effort) -> Iterator[Measurement]:

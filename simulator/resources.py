@@ -15,8 +15,7 @@ import simpy
 from simpy.events import EventPriority
 
 from foreload.backend.policy import Brain
-from foreload.backend.policy.copies import WINDOW
-from foreload.backend.policy.state import AHEAD, DECODE, DEMAND, N_IN_FLIGHT, N_QUEUED, PREFETCH, UPLOAD
+from foreload.backend.policy.state import AHEAD, DECODE, DEMAND, PREFETCH, UPLOAD
 from foreload.simulator.costs import SCALE, CostModel
 from foreload.simulator.graph_costs import DeviceTimes
 from foreload.simulator.timeline import Timeline
@@ -161,9 +160,8 @@ class Link:
 
     def pump(self) -> int:
         """Issue what the window admits; how many copies that were."""
-        scalars, issued = self._brain.state.scalars, 0
-        while scalars[N_QUEUED] and scalars[N_IN_FLIGHT] < WINDOW:
-            key = self._brain.next_copy(self.phase)
+        issued = 0
+        while (key := self._brain.next_copy(self.phase)) >= 0:
             self.issued.append(key)
             self.log.append(key)
             if self._timeline.on:

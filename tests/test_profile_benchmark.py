@@ -34,7 +34,7 @@ def test_on_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = toy("qwen3-30b-a3b")
     with Engine(model, EngineOptions(context_tokens=64), bench_settings(model.shape)) as engine:
         device = accelerate(engine, 2, poison=False)
-        found = profile_h200.on_engine(engine, {}, time.monotonic() + 60, tmp_path)
+        found = profile_h200.on_engine(engine, {}, time.monotonic() + 40, tmp_path)
         rates = measure_rates(engine)
         late = profile_h200.on_engine(engine, {}, time.monotonic(), tmp_path / "late")
         engine.copies.close()
@@ -48,14 +48,14 @@ def test_on_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert measured.meta.path == "graphs"
     assert json.loads((tmp_path / "microcases-h200.json").read_text()) == found
     names = [one["name"] for one in found["microcases"]]
-    assert names[:2] == ["one copy", "8 copies"]
+    assert {"one copy", "8 copies"} <= set(names)
     assert any("beside copies" in name for name in names)
     assert all(one["predicted_us"] >= 0 < one["measured_us"] for one in found["microcases"])
 
 
 @pytest.mark.unit
 def test_a_case_is_its_samples() -> None:
-    one = profile_h200.case("x", 11_000, [10.0] * 50 + [8.0] * 3 + [12.0] * 3)
-    assert (one.measured_us, one.samples) == (10.0, 56)
+    one = profile_h200.case("x", 11_000, [[10.0] * 50 + [8.0], [8.0] * 2 + [12.0] * 3, [10.0] * 3])
+    assert (one.measured_us, one.samples) == (10.0, 59)
     assert one.error_pct == pytest.approx(10.0)
     assert one.spread_pct == pytest.approx(40.0)

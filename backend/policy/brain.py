@@ -169,8 +169,7 @@ class Brain:
 
     def can_issue(self) -> bool:
         """Whether `next_copy` would return a copy."""
-        scalars = self.state.scalars
-        return bool(scalars[state.N_QUEUED] and scalars[state.N_IN_FLIGHT] < copies.WINDOW)
+        return bool(copies.can_issue(self.state))
 
     def status(self, layer: int, expert: int) -> int:
         """One of `policy.state` ABSENT, QUEUED, IN_FLIGHT, LANDED, KEPT."""
@@ -213,7 +212,7 @@ class Brain:
 
     def quiesce(self) -> None:
         """Take back what is queued, drop what has landed unkept, discard what is in flight when it arrives."""
-        self.state.scalars[[state.N_DEMAND_HELD, state.N_AHEAD]] = 0
+        self.state.scalars[[state.N_DEMAND_HELD, state.N_AHEAD, state.N_UPLOADS]] = 0
         for layer, expert in np.argwhere((self.state.status != state.ABSENT) & (self.state.status != state.KEPT)):
             copies.take_back(self.state, layer, expert)
 

@@ -23,6 +23,7 @@ from foreload.backend.policy.state import (
     N_IN_FLIGHT,
     N_QUEUED,
     N_UNFILLED,
+    N_UPLOADS,
     PREFETCH,
     PREFETCHED,
     QUEUED,
@@ -135,14 +136,33 @@ def promote(state: PolicyState, layer: int, expert: int) -> None:
 
 
 @inlined
-def next_copy(state: PolicyState, phase: int) -> int:
-    """Key of the copy to issue now (it is in flight afterwards), or -1 if the window is full or nothing waits."""
-    if state.scalars[N_QUEUED] == 0 or state.scalars[N_IN_FLIGHT] >= WINDOW:
+def _next_at(state: PolicyState) -> int:
+    """Where in the queue the copy is that may be issued now, or -1."""
+    flying = state.scalars[N_IN_FLIGHT]
+    if state.scalars[N_QUEUED] == 0 or flying >= WINDOW:
         return -1
     first = 0
     for at in range(1, state.scalars[N_QUEUED]):
         if state.rank[at] < state.rank[first]:
             first = at
+    return -1 if flying > 0 and state.rank[first] >> 60 == UPLOAD else first
+
+
+@inlined
+def can_issue(state: PolicyState) -> bool:
+    """Whether `next_copy` returns a copy."""
+    return _next_at(state) >= 0
+
+
+@inlined
+def next_copy(state: PolicyState, phase: int) -> int:
+    """Key of the copy to issue now (it is in flight afterwards), or -1 if the window is full or nothing waits.
+
+    A background upload goes when nothing else is in flight: a demand finds one copy ahead of it at most.
+    """
+    first = _next_at(state)
+    if first < 0:
+        return -1
     key = state.queue[first]
     _unqueue(state, first)
     layer, expert = key // state.status.shape[1], key % state.status.shape[1]
@@ -189,11 +209,27 @@ def keep_or_release(state: PolicyState, rules: Rules, layer: int, expert: int) -
 
 
 @inlined
-def commit_uploads(state: PolicyState, rules: Rules, layer: int) -> None:
-    """Background uploads that have landed join the residents of `layer` before its demand is looked up."""
-    for expert in range(state.status.shape[1]):
-        if state.status[layer, expert] == LANDED and state.purpose[layer, expert] == UPLOAD:
+def commit_uploads(state: PolicyState, rules: Rules, ended: int, begun: int) -> None:
+    """Background uploads that have landed join the residents: those of layer `begun` (-1: none), whose demand is looked
+    up next, or (-1) all but those of the layer after `ended`, whose residents may be computing already.
+
+    They held staging slots, which the uploads of other layers need.
+    """
+    layers, experts = state.status.shape
+    left = 0
+    for at in range(state.scalars[N_UPLOADS]):
+        key = state.uploads[at]
+        layer, expert = key // experts, key % experts
+        status = state.status[layer, expert]
+        if status in (ABSENT, KEPT) or state.purpose[layer, expert] != UPLOAD:
+            continue
+        now = layer == begun if begun >= 0 else layer != (ended + 1) % layers
+        if status == LANDED and now:
             keep_or_release(state, rules, layer, expert)
+            continue
+        state.uploads[left] = key
+        left += 1
+    state.scalars[N_UPLOADS] = left
 
 
 @inlined

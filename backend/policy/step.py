@@ -45,6 +45,7 @@ from foreload.backend.policy.state import (
     N_FREE,
     N_IN_FLIGHT,
     N_UNFILLED,
+    N_UPLOADS,
     ON_CPU,
     PREFETCH,
     QUEUED,
@@ -149,7 +150,7 @@ def demand(
     """
     enter(state, layer)
     state.begun[layer] = state.scalars[STEP]
-    commit_uploads(state, rules, layer)
+    commit_uploads(state, rules, -1, layer)
     resident, late, ahead, absent = 0, 0, 0, 0
     missing = state.scratch[0]
     for i in range(len(experts)):
@@ -221,7 +222,8 @@ def finish(
     costs: SplitCosts,
 ) -> None:
     """End of a layer-step: utilities follow its demand, what it fetched is kept or dropped, and so are its unused
-    prefetches; then background uploads and prefetches for the layer's next step are queued.
+    prefetches; then prefetches for the layer's next step and background uploads are queued, after uploads that have
+    landed became residents.
     """
     state.scalars[N_DEMAND_HELD] = 0
     if rules.utility:
@@ -240,7 +242,9 @@ def finish(
     else:
         prefetch_ahead(state, rules, layer, fetched, costs)
     if rules.admission == ADMIT_BACKGROUND:
-        _queue_uploads(state, rules, layer, experts, action)
+        commit_uploads(state, rules, layer, -1)
+        if fetched == 0:
+            _queue_uploads(state, rules, layer, experts, action)
 
 
 @inlined
@@ -261,7 +265,9 @@ def _queue_uploads(
         above = worst >= 0 and prefers(state, rules, layer, best, worst // every, worst % every)
         if not above and not has_room(state, rules, layer):
             return
-        enqueue(state, layer, best, UPLOAD)
+        if enqueue(state, layer, best, UPLOAD):
+            state.uploads[state.scalars[N_UPLOADS]] = layer * every + best
+            state.scalars[N_UPLOADS] += 1
 
 
 @uncounted

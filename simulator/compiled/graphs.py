@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from foreload.backend.policy import copies, step
 from foreload.backend.policy.rules import Rules
 from foreload.backend.policy.split import SplitCosts
-from foreload.backend.policy.state import KEPT, N_IN_FLIGHT, N_QUEUED, PolicyState
+from foreload.backend.policy.state import KEPT, PolicyState
 from foreload.compiled import inlined, uncounted
 from foreload.simulator.compiled import host
 from foreload.simulator.compiled import machine as mach
@@ -127,7 +127,7 @@ def _enter(
 @inlined
 def _issue(m: Machine, r: Rates, g: Graphs, p: PolicyState) -> None:
     """Issue what the window admits, on the host's time."""
-    if p.scalars[N_QUEUED] and p.scalars[N_IN_FLIGHT] < copies.WINDOW:
+    if copies.can_issue(p):
         host.catch_up(m, r, p)
         spend(m, PLAN, mach.pump(m, r, p) * g.issue_ns)
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from foreload.backend.policy import copies, step
 from foreload.backend.policy.rules import Rules
 from foreload.backend.policy.split import SplitCosts
-from foreload.backend.policy.state import N_IN_FLIGHT, N_QUEUED, PolicyState
+from foreload.backend.policy.state import N_QUEUED, PolicyState
 from foreload.compiled import inlined, uncounted
 from foreload.simulator.compiled import machine as mach
 from foreload.simulator.compiled.machine import (
@@ -427,7 +427,7 @@ def _layer_experts(
     if on_cpu:
         catch_up(m, r, p)
         mach.start_cpu(m, r, layer, on_cpu, cpu_tokens)
-    if p.scalars[N_QUEUED] and p.scalars[N_IN_FLIGHT] < copies.WINDOW:
+    if copies.can_issue(p):
         pump(m, r, p)
         spend(m, PLAN, b.queueing_ns)
     if hits:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreload.backend.policy import copies
-from foreload.backend.policy.state import N_IN_FLIGHT, N_QUEUED, PolicyState
+from foreload.backend.policy.state import PolicyState
 from foreload.compiled import inlined
 from foreload.simulator.costs import SCALE
 
@@ -282,7 +282,7 @@ def watch(m: Machine) -> None:
 def pump(m: Machine, r: Rates, p: PolicyState) -> int:
     """Issue what the window admits; how many copies that were."""
     issued = 0
-    while p.scalars[N_QUEUED] and p.scalars[N_IN_FLIGHT] < copies.WINDOW:
+    while copies.can_issue(p):
         key = copies.next_copy(p, m.at[PHASE])
         m.issued[m.at[N_ISSUED]] = key
         m.at[N_ISSUED] += 1

@@ -172,7 +172,7 @@ def uploads(driver: Driver, layer: int, status: int) -> set[int]:
 @RUNS
 @given(random=RANDOM, limit=st.integers(1, 3))
 def test_background_uploads_are_few_and_enter_later(random: Random, limit: int) -> None:
-    """At most `admit_per_step` per layer-step; they join the residents when their layer is next demanded."""
+    """At most `admit_per_step` per layer-step; they join the residents before their layer is demanded again."""
     chosen = Settings(miss_action="cpu", admission="background", admit_per_step=limit)
     driver = Driver(chosen, (2,) * LAYERS, random)
     for _ in range(6):
@@ -200,6 +200,47 @@ def test_an_uploaded_expert_is_a_hit_next_time() -> None:
     assert driver.layer_step(0, [1, 2]) == [Action.HIT, Action.CPU]
     assert driver.kept(0) == {1}
     assert driver.brain.counters[DECODE, 0, Counter.UPLOADED] == 1
+
+
+@pytest.mark.unit
+def test_uploads_of_every_layer_find_staging_slots() -> None:
+    """An upload that has landed is a resident from the end of the next layer-step on: its staging slot is free."""
+    driver = Driver(Settings(miss_action="cpu", admission="background", admit_per_step=1), (2,) * LAYERS, Random(0))
+    for layer in range(LAYERS):
+        driver.layer_step(layer, [1, 2])
+        driver.drain()
+    driver.brain.end_step()
+    assert [driver.kept(layer) for layer in range(LAYERS)] == [{1}] * (LAYERS - 1) + [set()]
+    for layer in range(LAYERS):
+        assert driver.begin(layer, [1]) == [Action.HIT]
+
+
+@pytest.mark.unit
+def test_the_next_layer_keeps_its_residents() -> None:
+    """What landed for the next layer waits for its demand: its residents may be computing already."""
+    driver = Driver(Settings(miss_action="cpu", admission="background", admit_per_step=1), (1,) * LAYERS, Random(0))
+    driver.layer_step(1, [3])
+    driver.drain()
+    driver.layer_step(0, [1])
+    assert driver.kept(1) == set()
+    driver.layer_step(2, [1])
+    assert driver.kept(1) == {3}
+
+
+@pytest.mark.unit
+def test_uploads_wait_where_the_link_fetches() -> None:
+    """A layer-step that fetches queues none, and none is issued beside another copy."""
+    chosen = Settings(miss_action="split", admission="background", admit_per_step=2)
+    driver = Driver(chosen, (8,) * LAYERS, Random(0))
+    assert sorted(driver.layer_step(0, [1, 2])) == sorted([Action.CPU, Action.FETCH])
+    assert driver.brain.state.scalars[N_QUEUED] == 0
+    assert driver.layer_step(1, [1]) == [Action.CPU]
+    assert driver.brain.state.scalars[N_QUEUED] == 1
+    alone = Driver(Settings(miss_action="cpu", admission="background", admit_per_step=2), (8,) * LAYERS, Random(0))
+    alone.layer_step(0, [1, 2])
+    assert (alone.brain.next_copy(), alone.brain.can_issue()) == (1, False)
+    alone.brain.complete(1)
+    assert (alone.brain.can_issue(), alone.brain.next_copy()) == (True, 2)
 
 
 @pytest.mark.unit
