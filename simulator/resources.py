@@ -161,7 +161,8 @@ class Link:
     def pump(self) -> int:
         """Issue what the window admits; how many copies that were."""
         issued = 0
-        while (key := self._brain.next_copy(self.phase)) >= 0:
+        while self._brain.can_issue():
+            key = self._brain.next_copy(self.phase)
             self.issued.append(key)
             self.log.append(key)
             if self._timeline.on:
