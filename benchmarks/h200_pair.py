@@ -1,13 +1,14 @@
 """All figures of a machine with two GPUs in half an hour, in lanes beside each other: half of the cores for each GPU.
 
-    python -m benchmarks.h200_pair --out DIR [--minutes 29] [--corpus DIR] [--cores 32]
+    python -m benchmarks.h200_pair --out DIR [--minutes 29] [--corpus DIR] [--cores 32] [--gpus 1]
 
 The first lane measures what counts, on one engine of the full size. The others do what that needs (simulations,
 settings of the tuner) and what does not disturb it, and stay quiet otherwise: other work on the host's memory changes
 figures by several per cent. Other models come last, on both GPUs. With a corpus (`recipes/corpus`: train.bin.xz and
-heldout.jsonl) `topo` is trained, to score expert formats on. Each step has a log in DIR and a limit, and is ended with
-all it started; DIR/lanes.json says how each went. Afterwards, where simulations are quick: `validate_h200 --predict`,
-`whatif_h200 --predict` and `tuned_h200 --simulate` with DIR/main.
+heldout.jsonl) `topo` is trained, to score expert formats on. With `--gpus 1` a single lane does what there is time for;
+what is simulated meanwhile (`tuned_h200 --prepare`, `tuned_drafts`) is put into DIR from elsewhere. Each step has a log
+in DIR and a limit, and is ended with all it started; DIR/lanes.json says how each went. Afterwards, where simulations
+are quick: `validate_h200 --predict`, `whatif_h200 --predict` and `tuned_h200 --simulate` with DIR/main.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ TOPO = "traces/samples/topo-literature-predictions.parquet"
 DRAFTED = ("topo-code-ngram-4", "topo-instructions-ngram-4", "topo-manual-model-4")
 DRAFTED_TRACES = [flag for name in DRAFTED for flag in ("--trace", f"traces/samples/{name}.parquet")]
 PARTS = "profile:160,validate:490,whatif:210,decode:185,tuned_slow:160"
+PARTS_OF_ONE = "profile:160,validate:480,whatif:210,tuned_slow:160"
 SMALL, LARGE = ("gpt-oss-20b", "deepseek-v2-lite", "olmoe-1b-7b"), ("glm-4.7-flash", "gpt-oss-120b", "mixtral-8x7b")
 """Other models, by how long their experts take to load."""
 
@@ -107,17 +109,28 @@ def part_done(main: Path, name: str) -> Callable[[], bool]:
 
 def first_lane(out: Path, minutes: float) -> list[Step]:
     """What counts."""
-    main, drafts = out / "main", [*DRAFTED_TRACES]
+    return [full_size(out, minutes, PARTS), drafts(out), *(model(name, out, 1.1) for name in SMALL)]
+
+
+def only_lane(out: Path, minutes: float) -> list[Step]:
+    """What is needed most first, on the only GPU."""
+    others = [model(name, out, 1.1) for name in (*SMALL, *LARGE)]
+    return [full_size(out, minutes, PARTS_OF_ONE), *mini(out), drafts(out), *others]
+
+
+def full_size(out: Path, minutes: float, parts: str) -> Step:
+    """All that one engine of the full size measures."""
+    command = ["benchmarks.h200", "--out", str(out / "main"), "--minutes", f"{0.74 * minutes:.2f}", "--simulate-later"]
+    return Step("main", [*command, "--trace", f"topo={TOPO}", "--parts", parts], 60 * minutes)
+
+
+def drafts(out: Path) -> Step:
+    """Drafts by subject, forced on and as tuned."""
+    flags = [*DRAFTED_TRACES, "--sections", "drafts", "--gammas", "2,4", "--minutes", "2.5"]
     for name in DRAFTED:
         for kind in ("drafts", "plain"):
-            drafts += ["--also", f"{name}={out / 'tuned-drafts' / f'{name}-{kind}.json'}"]
-    h200 = ["benchmarks.h200", "--out", str(main), "--minutes", f"{0.74 * minutes:.2f}", "--simulate-later"]
-    flags = ["--sections", "drafts", "--gammas", "2,4", "--minutes", "2.5"]
-    return [
-        Step("main", [*h200, "--trace", f"topo={TOPO}", "--parts", PARTS], 60 * minutes),
-        Step("drafts", ["benchmarks.decode", "--out", str(out / "drafts"), *drafts, *flags], 170),
-        *(model(name, out, 1.1) for name in SMALL),
-    ]
+            flags += ["--also", f"{name}={out / 'tuned-drafts' / f'{name}-{kind}.json'}"]
+    return Step("drafts", ["benchmarks.decode", "--out", str(out / "drafts"), *flags], 170)
 
 
 def model(name: str, out: Path, minutes: float, ready: Callable[[], bool] = lambda: True) -> Step:
@@ -129,21 +142,29 @@ def model(name: str, out: Path, minutes: float, ready: Callable[[], bool] = lamb
 
 def second_lane(out: Path, corpus: Path | None) -> list[Step]:
     """What the first needs, and what leaves it in peace."""
-    main, mini = out / "main", out / "mini"
-    profile, foreload = str(main / PROFILE), "foreload.cli"
+    main = out / "main"
+    profile = str(main / PROFILE)
     tuned = ["benchmarks.tuned_h200", "--prepare", "--profile", profile, "--trace", f"topo={TOPO}", "--minutes", "4"]
     drafted = ["benchmarks.tuned_drafts", "--profile", profile, *DRAFTED_TRACES, "--out", str(out / "tuned-drafts")]
-    checked = ["--profile", str(mini / "profile.json"), "--trace", str(mini / "trace.parquet"), "--repeats", "9"]
-    recorded = ["-n", "300", "--requests", "9", "--out", str(mini / "trace.parquet")]
     return [
         Step("compiled", ["benchmarks.compiled"], 300),
         *(() if corpus is None else formats_of_topo(out, corpus)),
         Step("tuned", [*tuned, "--out", str(main)], 260, part_done(main, "validate")),
         Step("tuned-drafts", drafted, 240),
-        Step("mini-profile", [foreload, "profile", "mini", "--mode", "full", "--out", str(mini / "profile.json")], 120),
-        Step("mini-record", [foreload, "record", "mini", *recorded], 120),
-        Step("mini", [foreload, "validate", "mini", *checked, "--out", str(mini / "validate.json")], 200),
+        *mini(out),
         *(model(name, out, 1.5, (out / f"{SMALL[0]}.log").exists) for name in LARGE),
+    ]
+
+
+def mini(out: Path) -> list[Step]:
+    """The bundled model, predicted beside measured."""
+    here, foreload = out / "mini", "foreload.cli"
+    checked = ["--profile", str(here / "profile.json"), "--trace", str(here / "trace.parquet"), "--repeats", "9"]
+    recorded = ["-n", "300", "--requests", "9", "--out", str(here / "trace.parquet")]
+    return [
+        Step("mini-profile", [foreload, "profile", "mini", "--mode", "full", "--out", str(here / "profile.json")], 120),
+        Step("mini-record", [foreload, "record", "mini", *recorded], 120),
+        Step("mini", [foreload, "validate", "mini", *checked, "--out", str(here / "validate.json")], 200),
     ]
 
 
@@ -189,6 +210,7 @@ def main(args: Sequence[str] | None = None) -> list[Mapping[str, Any]]:
     parser.add_argument("--minutes", type=float, default=29.0)
     parser.add_argument("--corpus", type=Path, help="of recipes/corpus, to train topo on")
     parser.add_argument("--cores", type=int, default=cores(), help="to share out between the lanes")
+    parser.add_argument("--gpus", type=int, default=2, choices=(1, 2))
     given = parser.parse_args(args)
     (given.out / "mini").mkdir(parents=True, exist_ok=True)
     until, half = time.monotonic() + 60 * given.minutes, max(1, given.cores // 2)
@@ -198,6 +220,8 @@ def main(args: Sequence[str] | None = None) -> list[Mapping[str, Any]]:
         Lane(1, far, second_lane(given.out, given.corpus), given.out, until),
         Lane(1, far, third_lane(given.out), given.out, until),
     ]
+    if given.gpus == 1:
+        lanes = [Lane(0, near | far, only_lane(given.out, given.minutes), given.out, until)]
     told = run(lanes, given.out)
     for lane in told:
         for step in lane["steps"]:

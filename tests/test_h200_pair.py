@@ -13,7 +13,20 @@ from pathlib import Path
 import pytest
 
 from benchmarks import decode, h200, h200_pair, tuned_h200
-from benchmarks.h200_pair import DRAFTED, PARTS, TOPO, Lane, Step, first_lane, part_done, run, second_lane, third_lane
+from benchmarks.h200_pair import (
+    DRAFTED,
+    PARTS,
+    PARTS_OF_ONE,
+    TOPO,
+    Lane,
+    Step,
+    first_lane,
+    only_lane,
+    part_done,
+    run,
+    second_lane,
+    third_lane,
+)
 
 ROOT = Path(__file__).parents[1]
 
@@ -55,9 +68,11 @@ def test_what_is_asked_for_is_there(tmp_path: Path) -> None:
     """Modules, recordings and parts; what one lane waits for is what the other one writes."""
     steps = [*first_lane(tmp_path, 29), *second_lane(tmp_path, Path("corpus")), *third_lane(tmp_path)]
     assert len({step.name for step in steps}) == len(steps)
+    assert {step.name for step in only_lane(tmp_path, 29)} < {step.name for step in steps}
     for step in steps:
         assert importlib.util.find_spec(step.command[0]) is not None, step.name
-    assert [name for name, _ in h200.parts(PARTS)][:2] == ["profile", "validate"]
+    for parts in (PARTS, PARTS_OF_ONE):
+        assert [name for name, _ in h200.parts(parts)][:2] == ["profile", "validate"]
     for path in (TOPO, *(f"traces/samples/{name}.parquet" for name in DRAFTED)):
         assert (ROOT / path).exists()
     main = tmp_path / "main"
@@ -77,6 +92,8 @@ def test_lanes_share_the_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     h200_pair.main(["--out", str(tmp_path), "--cores", "32", "--minutes", "1"])
     assert [(lane.gpu, min(lane.cores), len(lane.cores)) for lane in seen] == [(0, 0, 16), (1, 16, 16), (1, 16, 16)]
     assert "train" not in {step.name for step in seen[1].steps}
+    h200_pair.main(["--out", str(tmp_path), "--cores", "16", "--minutes", "1", "--gpus", "1"])
+    assert [(lane.gpu, len(lane.cores)) for lane in seen[3:]] == [(0, 16)]
     last = seen[1].steps[-1]
     assert not last.ready()
     (tmp_path / "gpt-oss-20b.log").touch()
