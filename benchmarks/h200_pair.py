@@ -159,12 +159,16 @@ def second_lane(out: Path, corpus: Path | None) -> list[Step]:
 def mini(out: Path) -> list[Step]:
     """The bundled model, predicted beside measured."""
     here, foreload = out / "mini", "foreload.cli"
-    checked = ["--profile", str(here / "profile.json"), "--trace", str(here / "trace.parquet"), "--repeats", "9"]
+    checked = ["--profile", str(here / "profile.json"), "--trace", str(here / "trace.parquet"), "--requests", "2"]
     recorded = ["-n", "300", "--requests", "9", "--out", str(here / "trace.parquet")]
     return [
         Step("mini-profile", [foreload, "profile", "mini", "--mode", "full", "--out", str(here / "profile.json")], 120),
         Step("mini-record", [foreload, "record", "mini", *recorded], 120),
-        Step("mini", [foreload, "validate", "mini", *checked, "--out", str(here / "validate.json")], 200),
+        Step(
+            "mini",
+            [foreload, "validate", "mini", *checked, "--repeats", "9", "--out", str(here / "validate.json")],
+            260,
+        ),
     ]
 
 

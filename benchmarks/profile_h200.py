@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from foreload.backend.engine import Engine, EngineOptions
@@ -27,8 +26,8 @@ from foreload.profiler.graph_bench import Asked, GraphBench
 from foreload.profiler.graph_cpu import Routed, computed_us, followed_us
 from foreload.profiler.probes import thread_counts
 from foreload.profiler.run import GRAPHS, Mode, bench_settings, profile
-from foreload.profiler.schema import PROBED_CONTEXT
-from foreload.profiler.stats import in_time
+from foreload.profiler.schema import PROBED_CONTEXT, Measurement
+from foreload.profiler.stats import averaged, in_time, middle_of_each, summarise
 from foreload.simulator.costs import SCALE, CostModel
 from foreload.traces.schema import Trace
 
@@ -43,7 +42,7 @@ class Case:
 
     name: str
     predicted_us: float
-    measured_us: float  # median of the medians of each time it was sampled, as a profile's
+    measured_us: float  # as a profile has it: the mean beside other work on the host, else the median
     spread_pct: float  # 95th to 5th percentile, of the median
     samples: int
 
@@ -53,9 +52,9 @@ class Case:
         return 100 * (self.predicted_us / self.measured_us - 1)
 
 
-def case(name: str, predicted_ns: float, times_us: Sequence[Sequence[float]]) -> Case:
-    """A case out of its samples, of each time it was sampled."""
-    ordered, middle = sorted(us for samples in times_us for us in samples), median(map(median, times_us))
+def case(name: str, predicted_ns: float, times: Sequence[Measurement], samples_us: Sequence[float]) -> Case:
+    """A case out of its measurements, of each time it was sampled, and all samples."""
+    ordered, middle = sorted(samples_us), middle_of_each(times)[0].cost_us[0]
     low, high = ordered[len(ordered) // 20], ordered[-1 - len(ordered) // 20]
     return Case(name, predicted_ns / 1e3, middle, 100 * (high - low) / middle, len(ordered))
 
@@ -67,7 +66,8 @@ class Cases:
     bench: GraphBench
     seconds: float
     """For each case, each time."""
-    samples: dict[str, list[Sequence[float]]] = field(default_factory=dict)
+    times: dict[str, list[Measurement]] = field(default_factory=dict)
+    samples: dict[str, list[float]] = field(default_factory=dict)
     predicted: dict[str, Callable[[CostModel], float]] = field(default_factory=dict)
 
     def take(self, threads: int) -> None:
@@ -83,15 +83,22 @@ class Cases:
     def found(self, costs: CostModel) -> list[dict[str, Any]]:
         """What `costs` can predict and was measured, as JSON values."""
         told = []
-        for name, times in self.samples.items():
+        for name, times in self.times.items():
             with suppress(FileError):  # there was no time for what it is predicted by
-                one = case(name, self.predicted[name](costs), times)
+                one = case(name, self.predicted[name](costs), times, self.samples[name])
                 told.append({**asdict(one), "error_pct": one.error_pct})
         return told
 
-    def _add(self, name: str, samples: Sequence[float], predicted: Callable[[CostModel], float]) -> None:
+    def _add(
+        self,
+        name: str,
+        samples: Sequence[float],
+        predicted: Callable[[CostModel], float],
+        measured: Callable[[str, Sequence[float]], Measurement] = summarise,
+    ) -> None:
         if samples:
-            self.samples.setdefault(name, []).append(samples)
+            self.times.setdefault(name, []).append(measured(name, samples))
+            self.samples.setdefault(name, []).extend(samples)
             self.predicted[name] = predicted
 
     def _link(self) -> None:
@@ -132,7 +139,7 @@ class Cases:
         stage, layers = bench.stage("cpu", threads), bench.shape.n_moe_layers
         routed = Routed(stage.absent, layers)
         alone, _ = self._computed(lambda at, _: Asked.of(routed.pick(at, k)))
-        self._add(f"{k} CPU experts {said}", alone, lambda costs: costs.experts_cpu_ns(k, threads))
+        self._add(f"{k} CPU experts {said}", alone, lambda costs: costs.experts_cpu_ns(k, threads), averaged)
         stage = bench.stage("cpu", threads, depth=1)
         half = len(stage.absent) // 2
         most, mine, others = min(k, half), Routed(stage.absent[:half], layers), stage.absent[half:]
@@ -145,9 +152,13 @@ class Cases:
             f"{most} CPU experts {said} beside copies",
             both,
             lambda costs: costs.experts_cpu_ns(most, threads) * SCALE / costs.cpu_rate(most, threads),
+            averaged,
         )
         self._add(
-            f"a copy beside CPU experts {said}", copies, lambda costs: costs.copy_ns * SCALE / costs.copy_rate(threads)
+            f"a copy beside CPU experts {said}",
+            copies,
+            lambda costs: costs.copy_ns * SCALE / costs.copy_rate(threads),
+            averaged,
         )
 
     def _computed(self, asked: Callable[[int, int], Asked]) -> tuple[list[float], list[float]]:

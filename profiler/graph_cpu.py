@@ -12,7 +12,7 @@ from foreload.backend.native.pool import SPIN_US
 from foreload.profiler.graph_bench import Asked, GraphBench, LayerTimes, StepTimes, in_runs
 from foreload.profiler.probes import Effort, thread_counts
 from foreload.profiler.schema import Measurement
-from foreload.profiler.stats import averaged, in_time, summarise, summarise_device
+from foreload.profiler.stats import averaged, in_time, summarise, varied
 
 REST_US = SPIN_US + SPIN_US // 2
 """After so long a rest workers sleep."""
@@ -73,7 +73,7 @@ def alone(bench: GraphBench, effort: Effort, threads: int) -> Iterator[Measureme
                 after.append(times.host["plan"] + times.host["finish"])
     for count, of_count in found.items():
         if of_count:
-            yield summarise("experts_cpu", [computed_us(t) for t in of_count], experts=count, threads=threads)
+            yield varied("experts_cpu", [computed_us(t) for t in of_count], experts=count, threads=threads)
     every = [times for of_count in found.values() for times in of_count]
     yield summarise("after_cpu", after or [t.host["plan"] + t.host["finish"] for t in every], threads=threads)
     if threads == max(thread_counts()):
@@ -123,11 +123,11 @@ def beside_copies(bench: GraphBench, effort: Effort, threads: int) -> Iterator[M
     bench.engine.copies.spans = None
     for count, samples in found.items():
         if samples:
-            yield summarise("experts_cpu_beside_copy", samples, experts=count, threads=threads)
+            yield averaged("experts_cpu_beside_copy", samples, experts=count, threads=threads)
     for with_copies, samples in behind.items():
         if samples:
-            yield summarise_device("gpu_behind_cpu", [0.0], samples, copies=int(with_copies), threads=threads)
-    yield summarise("copy_beside_cpu", copies or _copies_us(bench, effort, threads), threads=threads)
+            yield averaged("gpu_behind_cpu", [0.0], samples, copies=int(with_copies), threads=threads)
+    yield averaged("copy_beside_cpu", copies or _copies_us(bench, effort, threads), threads=threads)
 
 
 def followed_us(step: StepTimes) -> list[float]:

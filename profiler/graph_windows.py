@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from statistics import median
 
@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from foreload.profiler.graph_bench import Asked, GraphBench, StepTimes
 from foreload.profiler.graph_cpu import Routed, computed_us
 from foreload.profiler.graph_probes import Basis, enter_us
-from foreload.profiler.probes import Effort, thread_counts
+from foreload.profiler.probes import Effort
 from foreload.profiler.schema import PROBED_CONTEXT, Measurement
-from foreload.profiler.stats import in_time, summarise, summarise_device
+from foreload.profiler.stats import averaged, in_time, summarise, summarise_device
 from foreload.profiler.windows import routed
 
 TOKENS = (1, 2, 5, 9)
@@ -97,10 +97,10 @@ APART = 6
 """One layer of so many has experts on the CPU, since a window's many take long on few threads."""
 
 
-def cpu_windows(bench: GraphBench, effort: Effort) -> Iterator[Measurement]:
-    """Groups of CPU experts that see several tokens."""
+def cpu_windows(bench: GraphBench, effort: Effort, counts: Sequence[int]) -> Iterator[Measurement]:
+    """Groups of CPU experts that see several tokens, on these numbers of threads."""
     layers = bench.shape.n_moe_layers
-    for threads in thread_counts():
+    for threads in counts:
         stage = bench.stage("cpu", threads)
         groups: dict[tuple[int, int], list[float]] = {}
         absent = Routed(stage.absent, layers)
@@ -115,4 +115,4 @@ def cpu_windows(bench: GraphBench, effort: Effort) -> Iterator[Measurement]:
                 for one, times in zip(asked[::APART], step.layers[::APART], strict=True) if turn else ():
                     groups.setdefault((len(np.unique(one)), one.size), []).append(computed_us(times))
         for (experts, tokens), samples in sorted(groups.items()):
-            yield summarise("window_experts_cpu", samples, experts=experts, tokens=tokens, threads=threads)
+            yield averaged("window_experts_cpu", samples, experts=experts, tokens=tokens, threads=threads)

@@ -119,7 +119,7 @@ def _graphs(engine: Engine, effort: probes.Effort, before_cpu: Callable[[int], o
 
     def windows_of() -> Iterator[Measurement]:
         yield from graph_windows.resident_windows(bench, effort, basis)
-        yield from graph_windows.cpu_windows(bench, effort)
+        yield from graph_windows.cpu_windows(bench, effort, probes.thread_counts())
         yield from windows.drafts(bench, effort.rounds)
 
     def on_cpu(*counts: int) -> Iterator[Measurement]:
@@ -141,7 +141,9 @@ def _graphs(engine: Engine, effort: probes.Effort, before_cpu: Callable[[int], o
         (f"{ON_CPU}, once more", on_cpu),
     )
     largest = probes.thread_counts()[-MANY:]
-    return bench, groups, tuple((f"{ON_CPU}, {threads} threads", partial(on_cpu, threads)) for threads in largest)
+    again = [(f"{ON_CPU}, {threads} threads", partial(on_cpu, threads)) for threads in largest]
+    windows_again = partial(graph_windows.cpu_windows, bench, effort, largest[-1:])
+    return bench, groups, (*again, ("verify steps on the CPU", windows_again))
 
 
 def _windows(bench: Bench, effort: probes.Effort) -> Iterator[Measurement]:

@@ -123,12 +123,13 @@ class Measurement(BaseModel):
     gpu_p95_us: Microseconds = 0.0  # on the graph path
     mean_us: Microseconds | None = None  # of blocks that every step has, some now and then much longer than most are
     gpu_mean_us: Microseconds | None = None
+    parts_us: tuple[Microseconds, ...] | None = None  # means of the shortest samples, and so on, of equally many each
     repeats: Annotated[int, Field(ge=1)]
     source: Literal["measured", "assumed"] = "measured"
 
     @model_serializer(mode="wrap")
     def _known(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without means that are not known, as files from before there were any: they keep their hash."""
+        """Without means and parts that are not known, as files from before there were any: they keep their hash."""
         return {name: value for name, value in handler(self).items() if value is not None}
 
     @property

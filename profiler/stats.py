@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
+from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from foreload.profiler.schema import Measurement
 
@@ -43,6 +45,21 @@ def averaged(probe: str, host_us: Sequence[float], device_us: Sequence[float] | 
     return summarise_device(probe, host_us, device_us, **at).model_copy(update=means)
 
 
+PARTS = 16
+
+
+def varied(probe: str, host_us: Sequence[float], **at: int) -> Measurement:
+    """The same, and how samples are spread, where there are enough: of what something else runs beside."""
+    found, ordered = averaged(probe, host_us, None, **at), np.sort(np.asarray(host_us))
+    return found.model_copy(update={"parts_us": _parts(ordered)}) if len(ordered) >= PARTS else found
+
+
+def _parts(ordered_us: NDArray[np.float64]) -> tuple[float, ...]:
+    """Means of `PARTS` runs of ordered samples, the longest as in `_mean`."""
+    kept = np.minimum(ordered_us, np.percentile(ordered_us, 99, method="lower"))
+    return tuple(round(float(part.mean()), 3) for part in np.array_split(kept, PARTS))
+
+
 def _mean(samples_us: Sequence[float]) -> float:
     """The mean, with the longest hundredth no longer than the longest of the others: it would go by chance."""
     samples = np.asarray(samples_us)
@@ -50,7 +67,9 @@ def _mean(samples_us: Sequence[float]) -> float:
 
 
 def middle_of_each(found: Sequence[Measurement]) -> list[Measurement]:
-    """The same with one measurement of each point: of several the medians and the worst 95th percentile."""
+    """The same with one measurement of each point: of several the medians, the worst 95th percentile, and the mean of
+    all samples.
+    """
     points: dict[tuple[str, tuple[tuple[str, int], ...]], list[Measurement]] = {}
     for one in found:
         points.setdefault((one.probe, tuple(sorted(one.at.items()))), []).append(one)
@@ -64,16 +83,22 @@ def _middle(several: Sequence[Measurement]) -> Measurement:
             "p95_us": max(one.p95_us for one in several),
             "gpu_us": round(median(one.gpu_us for one in several), 3),
             "gpu_p95_us": max(one.gpu_p95_us for one in several),
-            "mean_us": _middle_of(one.mean_us for one in several),
-            "gpu_mean_us": _middle_of(one.gpu_mean_us for one in several),
+            "mean_us": _mean_of(several, "mean_us"),
+            "gpu_mean_us": _mean_of(several, "gpu_mean_us"),
+            "parts_us": _parts_of(several),
             "repeats": sum(one.repeats for one in several),
         }
     )
 
 
-def _middle_of(means: Iterable[float | None]) -> float | None:
-    known = [us for us in means if us is not None]
-    return round(median(known), 3) if known else None
+def _mean_of(several: Sequence[Measurement], name: Literal["mean_us", "gpu_mean_us"]) -> float | None:
+    known = [(us, one.repeats) for one in several if (us := getattr(one, name)) is not None]
+    return round(sum(us * n for us, n in known) / sum(n for _, n in known), 3) if known else None
+
+
+def _parts_of(several: Sequence[Measurement]) -> tuple[float, ...] | None:
+    known = [one.parts_us for one in several if one.parts_us is not None]
+    return _parts(np.sort(np.concatenate(known))) if known else None
 
 
 LEAST_TURNS = 4

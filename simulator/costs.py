@@ -26,7 +26,10 @@ from foreload.units import us_to_ns
 
 SCALE = 1 << 20
 """Work done per nanosecond by a resource that nothing slows down."""
+GOLDEN = 2654435769
+"""2 ** 32 over the golden ratio: multiples of it, modulo 2 ** 32, are spread evenly, however few there are."""
 
+_EVENLY = np.linspace(0, 1, 16)
 _SEVERITY: tuple[Source, ...] = ("measured", "interpolated", "extrapolated", "assumed")
 _BY_FORMAT = {"experts_gpu": "gpu_format", "experts_cpu": "cpu_format"}
 """Probes of experts in the engine, and what they take alone in each format."""
@@ -370,6 +373,18 @@ class CostModel:
         found = self._plane("window_experts_cpu", threads).host_ns(experts, tokens)
         return max(1, found + self._window_shift("experts_cpu", experts, threads)[0])
 
+    def cpu_varies(self, threads: int) -> tuple[int, ...]:
+        """Equally likely factors of CPU experts' time, of SCALE and so in the mean, as layer-steps of the profile had
+        them; ascending. One alone if it does not say.
+        """
+        held = [m for m in self.profile.measurements if m.probe == "experts_cpu" and m.at.get("threads") == threads]
+        parts = {m.parts_us: m.repeats for m in held if m.parts_us and sum(m.parts_us)}
+        shares = [np.interp(_EVENLY, np.linspace(0, 1, len(us)), np.asarray(us) / np.mean(us)) for us in parts]
+        if not shares:
+            return (SCALE,)
+        mean = np.average(shares, axis=0, weights=list(parts.values()))
+        return tuple(int(factor) for factor in np.rint(SCALE * mean / mean.mean()))
+
     # Contention: work per nanosecond beside another resource, of SCALE. Nothing is faster in company.
 
     def copy_rate(self, threads: int) -> int:
@@ -418,7 +433,7 @@ class CostModel:
         exact = (near.at["gpu"], near.at["cpu"]) == (gpu, cpu)
         source: Source = "assumed" if near.source == "assumed" else ("measured" if exact else "interpolated")
         self.used["both"] = worst(source, self.used.get("both", "measured"))
-        return near.at["gpu"], near.at["cpu"], us_to_ns(near.p50_us)
+        return near.at["gpu"], near.at["cpu"], us_to_ns(near.cost_us[0])
 
 
 def _rate(alone_ns: int, beside_ns: int) -> int:

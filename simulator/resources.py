@@ -16,7 +16,7 @@ from simpy.events import EventPriority
 
 from foreload.backend.policy import Brain
 from foreload.backend.policy.state import AHEAD, DECODE, DEMAND, PREFETCH, UPLOAD
-from foreload.simulator.costs import SCALE, CostModel
+from foreload.simulator.costs import GOLDEN, SCALE, CostModel
 from foreload.simulator.graph_costs import DeviceTimes
 from foreload.simulator.timeline import Timeline
 
@@ -225,6 +225,7 @@ class CpuPool:
         self._env, self._sharing, self._costs, self._threads = env, sharing, costs, threads
         self._timeline, self._times = timeline, times
         self._rested_since = -times.rest_ns - 1  # its workers sleep at first
+        self._varies, self._batches = costs.cpu_varies(threads), 0
         self._result: simpy.Event | None = None
 
     @property
@@ -243,7 +244,9 @@ class CpuPool:
                 fire(self._result)
                 self._result = None
 
-        work_ns = self._costs.at(layer).experts_cpu_ns(experts, self._threads, tokens)
+        turn = (self._batches * GOLDEN & 0xFFFFFFFF) * len(self._varies) >> 32
+        work_ns = self._costs.at(layer).experts_cpu_ns(experts, self._threads, tokens) * self._varies[turn] // SCALE
+        self._batches += 1
         if begun - self._rested_since > self._times.rest_ns:
             work_ns += self._times.asleep_ns
         self._sharing.start(CPU, work_ns, done, experts)

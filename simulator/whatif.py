@@ -62,13 +62,13 @@ def on_machine(profile: HardwareProfile, machine: Machine, said: str = "") -> Ha
 
 def _alone(profile: HardwareProfile) -> _Alone:
     found = {
-        (m.probe, m.at["experts"], m.at.get("threads", 0)): max(m.p50_us, m.gpu_us)
+        (m.probe, m.at["experts"], m.at.get("threads", 0)): max(m.cost_us)
         for m in profile.measurements
         if m.probe in ("experts_gpu", "experts_cpu")
     }
     copies = [m for m in profile.measurements if m.probe == "copy" and m.at.get("bytes") == profile.meta.expert_bytes]
     best = max(copies, key=lambda m: m.at.get("pinned", 0), default=None)
-    return found if best is None else {**found, ("copy", 1, 0): best.p50_us}
+    return found if best is None else {**found, ("copy", 1, 0): best.cost_us[0]}
 
 
 def _on(found: Measurement, machine: Machine, alone: _Alone) -> Measurement:
@@ -88,15 +88,15 @@ def _factor(found: Measurement, machine: Machine, alone: _Alone) -> float:
     if found.probe in CPU:
         return 1 / machine.cpu
     if found.probe == "copy_beside_cpu":
-        return _copy_beside(found.p50_us, alone.get(("copy", 1, 0)), machine)
+        return _copy_beside(found.cost_us[0], alone.get(("copy", 1, 0)), machine)
     if found.probe == "experts_cpu_beside_copy":
         own = alone.get(("experts_cpu", found.at["experts"], found.at["threads"]))
-        return _cpu_beside(found.p50_us, own, machine)
+        return _cpu_beside(found.cost_us[0], own, machine)
     if found.probe == "both":
         gpu = alone.get(("experts_gpu", found.at["gpu"], 0))
         cpu = alone.get(("experts_cpu", found.at["cpu"], found.at["threads"]))
         if gpu and cpu:
-            return _both(gpu, cpu, found.p50_us, machine) / found.p50_us
+            return _both(gpu, cpu, found.cost_us[0], machine) / found.cost_us[0]
     return 1.0
 
 
@@ -126,5 +126,6 @@ def _both(gpu_us: float, cpu_us: float, both_us: float, machine: Machine) -> flo
 
 def _scaled(found: Measurement, factor: float) -> Measurement:
     mean = None if found.mean_us is None else found.mean_us * factor
-    times = {"p50_us": found.p50_us * factor, "p95_us": found.p95_us * factor, "mean_us": mean}
+    parts = None if found.parts_us is None else tuple(us * factor for us in found.parts_us)
+    times = {"p50_us": found.p50_us * factor, "p95_us": found.p95_us * factor, "mean_us": mean, "parts_us": parts}
     return found.model_copy(update={**times, "source": "assumed"})

@@ -50,8 +50,8 @@ def plane(profile: HardwareProfile, probe: str, with_base: bool, **fixed: int) -
     if len(points) < 3 or np.linalg.matrix_rank(places) < 2:
         raise FileError(f"profile: {probe!r} is measured at too few numbers of experts and tokens for windows")
     return Plane(
-        _fit(places, [us_to_ns(m.p50_us) for m in points], with_base),
-        _fit(places, [us_to_ns(m.gpu_us) for m in points], with_base),
+        _fit(places, [us_to_ns(m.cost_us[0]) for m in points], with_base),
+        _fit(places, [us_to_ns(m.cost_us[1]) for m in points], with_base),
     )
 
 

@@ -22,6 +22,7 @@ from foreload.backend.engine import Engine, EngineOptions
 from foreload.profiler import probes
 from foreload.profiler.run import bench_settings
 from foreload.profiler.schema import HardwareProfile
+from foreload.profiler.stats import averaged, summarise
 
 EFFORT = replace(probes.QUICK, rounds=3, contexts=(1, 32), chunks=(1, 8), sizes=(1 << 14,), seconds=0.02, depth=1)
 pytestmark = pytest.mark.filterwarnings("ignore:profile. a fixed block varied")
@@ -55,7 +56,11 @@ def test_on_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.unit
 def test_a_case_is_its_samples() -> None:
-    one = profile_h200.case("x", 11_000, [[10.0] * 50 + [8.0], [8.0] * 2 + [12.0] * 3, [10.0] * 3])
+    samples = [[10.0] * 50 + [8.0], [8.0] * 2 + [12.0] * 3, [10.0] * 3]
+    every = [us for some in samples for us in some]
+    one = profile_h200.case("x", 11_000, [summarise("x", some) for some in samples], every)
     assert (one.measured_us, one.samples) == (10.0, 59)
+    mean = profile_h200.case("x", 11_000, [averaged("x", some) for some in samples], every)
+    assert mean.measured_us == pytest.approx(sum(every) / 59, rel=0.01)
     assert one.error_pct == pytest.approx(10.0)
     assert one.spread_pct == pytest.approx(40.0)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from foreload.backend.policy import copies
 from foreload.backend.policy.state import PolicyState
 from foreload.compiled import inlined
-from foreload.simulator.costs import SCALE
+from foreload.simulator.costs import GOLDEN, SCALE
 
 LINK, CPU, GPU = 0, 1, 2
 
@@ -62,8 +62,9 @@ KINDS = (
     ASYNCHRONOUS,
     FAILED,
     RESTED_SINCE,  # when the CPU's workers had nothing more to do
+    BATCHES,  # of CPU experts so far
     N_AT,
-) = range(32)
+) = range(33)
 
 RUNNING, DUE_SOON, ON_ISSUE, ON_LANDING, ON_CPU, ON_GPU, ON_DRAINED = range(7)
 """HOST_WAIT: the host runs, its wake-up is scheduled, or what must happen before it is."""
@@ -99,6 +100,7 @@ class Rates(NamedTuple):
     rest_ns: int
     host_wake_ns: int
     cpu_ns: NDArray[np.int64]  # [F, K + 1, T + 1] by tokens; 0: of a single token's step
+    cpu_varies: NDArray[np.int64]  # [n] factors of it, of SCALE, that batches have in turn
     cpu_rate: NDArray[np.int64]  # [K + 1] beside a copy
     both_rate: NDArray[np.int64]  # [K + 1, K + 1] resident experts beside CPU experts
 
@@ -228,7 +230,9 @@ def start_job(m: Machine, r: Rates, which: int, work_ns: int, experts: int) -> N
 def start_cpu(m: Machine, r: Rates, layer: int, experts: int, tokens: int) -> None:
     """Hand experts to the CPU, whose workers may be asleep; `tokens` 0: of a single token's step."""
     m.seen[r.format[layer], SEEN_CPU, experts, tokens] = True
-    work_ns = r.cpu_ns[r.format[layer], experts, tokens]
+    turn = ((m.at[BATCHES] * GOLDEN & 0xFFFFFFFF) * len(r.cpu_varies)) >> 32
+    work_ns = r.cpu_ns[r.format[layer], experts, tokens] * r.cpu_varies[turn] // SCALE
+    m.at[BATCHES] += 1
     if m.at[NOW] - m.at[RESTED_SINCE] > r.rest_ns:
         work_ns += r.asleep_ns
     start_job(m, r, CPU, work_ns, experts)

@@ -36,9 +36,9 @@ def rates(costs: CostModel, settings: Settings, most: int, tokens: int) -> Rates
     threads, (models, of_layer) = settings.cpu_threads, costs.kinds()
     cpu_ns, cpu_rate = np.zeros((len(models), most + 1, tokens + 1), np.int64), np.full(most + 1, SCALE, np.int64)
     both_rate = np.full((most + 1, most + 1), SCALE, np.int64)
-    copy_rate = SCALE
+    copy_rate, varies = SCALE, costs.cpu_varies(0)
     if settings.miss_action != "fetch":
-        copy_rate = costs.copy_rate(threads)
+        copy_rate, varies = costs.copy_rate(threads), costs.cpu_varies(threads)
         for n in range(1, most + 1):
             cpu_ns[:, n] = [[model.experts_cpu_ns(n, threads, t) for t in range(tokens + 1)] for model in models]
             cpu_rate[n] = costs.cpu_rate(n, threads)
@@ -52,6 +52,7 @@ def rates(costs: CostModel, settings: Settings, most: int, tokens: int) -> Rates
             costs.cost("wait").host_ns,
             *times,
             cpu_ns,
+            np.array(varies, np.int64),
             cpu_rate,
             both_rate,
         )

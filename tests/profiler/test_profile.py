@@ -207,8 +207,11 @@ def test_time_that_is_left_goes_to_what_other_load_disturbs(tmp_path: Path, monk
         times.append(time.monotonic())
         yield summarise("experts_cpu", [7.0], experts=1, threads=1)
 
-    def groups(engine: Engine, effort: probes.Effort, found: list[Measurement]) -> tuple[Bench, run.Groups, run.Again]:
-        return Bench(engine), (("once", lambda: iter([once])),), again
+    def others() -> Iterator[Measurement]:
+        yield summarise("experts_cpu", [9.0], experts=1, threads=2)
+
+    def groups(engine: Engine, effort: probes.Effort, found: list[Measurement]) -> tuple[Bench, run.Groups, run.Groups]:
+        return Bench(engine), (("once", lambda: iter([once])),), (("again", again), ("others", others))
 
     monkeypatch.setattr(run, "_eager", groups)
     folder = save_tiny(tmp_path / "tiny")
@@ -218,7 +221,8 @@ def test_time_that_is_left_goes_to_what_other_load_disturbs(tmp_path: Path, monk
         assert times == []
         until = time.monotonic() + 0.5
         found = profile(engine, "quick", lambda name, done, total: told.append(name), until).measurements
-    assert [one.repeats for one in found] == [1 + len(times)]
+    assert found[0].repeats == 1 + len(times)
+    assert len(times) - 1 <= found[1].repeats <= len(times)
     assert times
     assert max(times) < until
-    assert told[-2:] == [f"{run.ON_CPU}, as there is time", "done"]
+    assert told[:3] + told[-1:] == ["once", "again", "others", "done"]

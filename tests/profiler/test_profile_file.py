@@ -15,7 +15,7 @@ from foreload.cli.profile import _show
 from foreload.dashboard.report import profile_rows
 from foreload.errors import FileError, MismatchError
 from foreload.profiler.schema import PROFILE_SCHEMA, HardwareProfile, Measurement, coordinate
-from foreload.profiler.stats import averaged, middle_of_each, summarise
+from foreload.profiler.stats import PARTS, averaged, middle_of_each, summarise, varied
 from foreload.shape import ModelShape
 from foreload.simulator.lookup import points_of
 
@@ -191,8 +191,8 @@ def test_what_happens_now_and_then_is_in_the_mean(make_profile: MakeProfile) -> 
     plain = summarise("copy", usual)
     assert plain.cost_us == (10.0, 0.0)
     assert "mean_us" not in plain.model_dump()
-    several = middle_of_each([found, averaged("embed", [20.0]), averaged("embed", [14.0])])
-    assert [one.mean_us for one in several] == [14.0]
+    several = middle_of_each([found, averaged("embed", [20.0] * 50), averaged("embed", [15.0] * 50), plain])
+    assert [one.mean_us for one in several] == [pytest.approx((1300 + 1000 + 750) / 200), None]
     profile = make_profile()
     named = profile.model_copy(update={"measurements": (found, head)})
     assert HardwareProfile.model_validate_json(named.model_dump_json()) == named
@@ -202,3 +202,20 @@ def test_what_happens_now_and_then_is_in_the_mean(make_profile: MakeProfile) -> 
 def point_costs(profile: HardwareProfile) -> dict[str, tuple[int, int]]:
     """What the cost model takes of each measurement."""
     return {m.probe: (p.host_ns, p.gpu_ns) for m in profile.measurements for p in points_of(m.probe, [m])}
+
+
+@pytest.mark.unit
+def test_how_samples_are_spread() -> None:
+    """As many parts of as many samples, ascending; of several measurements those of all samples."""
+    found = varied("experts_cpu", [float(us) for us in range(100, 100 + 10 * PARTS)], experts=1, threads=1)
+    assert found.parts_us is not None
+    assert len(found.parts_us) == PARTS
+    assert found.parts_us[0] == pytest.approx(104.5)
+    assert list(found.parts_us) == sorted(found.parts_us)
+    assert sum(found.parts_us) / PARTS == pytest.approx(found.mean_us, rel=1e-3)
+    assert varied("experts_cpu", [1.0] * (PARTS - 1), experts=1, threads=1).parts_us is None
+    longer = varied("experts_cpu", [500.0] * 10 * PARTS, experts=1, threads=1)
+    both = middle_of_each([longer, found])[0].parts_us
+    assert both is not None
+    assert both[PARTS // 2 :] == (500.0,) * (PARTS // 2)
+    assert both[0] == pytest.approx((found.parts_us[0] + found.parts_us[1]) / 2, abs=0.01)

@@ -153,6 +153,17 @@ def in_formats(profile: HardwareProfile, *formats: tuple[PackedFormat, float, fl
     return HardwareProfile(meta=profile.meta, measurements=(*profile.measurements, *found))
 
 
+def with_parts(profile: HardwareProfile, parts_us: tuple[float, ...]) -> HardwareProfile:
+    """`profile` with CPU experts that take now one of these times, now another, in proportion to how many they are."""
+    found = tuple(
+        m.model_copy(update={"parts_us": tuple(us * m.at["experts"] for us in parts_us)})
+        if m.probe == "experts_cpu"
+        else m
+        for m in profile.measurements
+    )
+    return profile.model_copy(update={"measurements": found})
+
+
 GRAPH_OTHERS = {
     "attention", "embed", "finish", "head", "plan", "predict", "experts_gpu", "route", "both", "wait",
     "window_experts_gpu",

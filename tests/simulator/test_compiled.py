@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
-from sim_inputs import in_formats, make_graph_profile, make_profile, make_shape, make_trace, make_windows
+from sim_inputs import in_formats, make_graph_profile, make_profile, make_shape, make_trace, make_windows, with_parts
 
 from foreload.errors import MismatchError, SettingsError
 from foreload.profiler.schema import HardwareProfile, Measurement
@@ -22,6 +22,7 @@ PROFILES = [
     for found in (make_profile(SHAPE, device=device, copy_us=copy, gpu_us=gpu) for device, copy, gpu in MACHINES)
 ]
 PROFILES += [make_graph_profile(SHAPE, copy_us=copy, slow_us=slow) for copy, slow in ((100, 1), (9.3, 1), (45, 2.7))]
+PROFILES += [with_parts(found, (30.0, 55.5, 60.0, 94.5)) for found in (PROFILES[0], PROFILES[3], *PROFILES[-2:])]
 PROFILES = [in_formats(found, ("fp32", 18, 50), ("int8", 14, 31), ("mxfp4", 25, 12)) for found in PROFILES]
 FORMATS = [None, None, "int8", ("int8", "mxfp4", "int8"), ("mxfp4", "mxfp4", "int8")]
 FIELDS = {

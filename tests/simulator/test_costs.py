@@ -2,13 +2,15 @@
 
 import numpy as np
 import pytest
-from sim_inputs import in_formats, make_profile, make_shape
+from sim_inputs import in_formats, make_graph_profile, make_profile, make_shape, make_trace, with_parts
 
 from foreload.errors import FileError, MismatchError
 from foreload.formats import block_layout
 from foreload.profiler.schema import HardwareProfile
 from foreload.settings import Settings
+from foreload.simulator.compiled import simulate
 from foreload.simulator.costs import SCALE, CostModel, as_costs, split_costs, worst
+from foreload.simulator.machines import assume
 
 SHAPE = make_shape()
 
@@ -178,3 +180,32 @@ def test_layers_in_different_formats() -> None:
     mean = split_costs(measured, SHAPE, chosen)
     assert mean.io_ns == (3 * parts[0].io_ns + parts[1].io_ns) // 4
     np.testing.assert_array_equal(mean.cpu_ns, (3 * parts[0].cpu_ns + parts[1].cpu_ns) // 4)
+
+
+@pytest.mark.unit
+def test_cpu_experts_vary_as_they_were_measured():
+    plain, one = make_profile(SHAPE), with_parts(make_profile(SHAPE), (60.0,))
+    assert CostModel(plain, SHAPE).cpu_varies(1) == (SCALE,)
+    assert set(CostModel(one, SHAPE).cpu_varies(1)) == {SCALE}
+    varied = with_parts(plain, (30.0, 60.0, 90.0))
+    found = CostModel(varied, SHAPE).cpu_varies(1)
+    assert list(found) == sorted(found)
+    assert sum(found) == pytest.approx(SCALE * len(found), rel=1e-6)
+    assert (found[0] / SCALE, found[-1] / SCALE) == (pytest.approx(0.5), pytest.approx(1.5))
+    assert CostModel(assume(varied, None, 0.25, None).profile, SHAPE).cpu_varies(1) == found
+    assert CostModel(varied, SHAPE).cpu_varies(7) == (SCALE,)
+
+
+@pytest.mark.integration
+def test_variation_costs_where_others_are_waited_for():
+    """CPU experts alone take as long in the mean; beside copies the later of both is what counts."""
+    shape = make_shape(top_k=4)
+    steady = make_graph_profile(shape, copy_us=60)  # some of four take the link as long as the others take the CPU
+    varied, trace = with_parts(steady, (20.0, 50.0, 70.0, 100.0)), make_trace(shape, requests=1, tokens=96)
+    took = {}
+    for miss, threads in (("cpu", 1), ("split", 1)):
+        chosen = Settings.parse({"miss_action": miss, "admission": "none", "cpu_threads": threads})
+        for name, profile in (("steady", steady), ("varied", varied)):
+            took[miss, name] = simulate(trace, profile, shape, chosen, (0,) * shape.n_moe_layers).tpot_ns
+    assert took["cpu", "varied"] == pytest.approx(took["cpu", "steady"], rel=0.01)
+    assert took["split", "varied"] > took["split", "steady"] * 1.04
