@@ -209,22 +209,18 @@ def keep_or_release(state: PolicyState, rules: Rules, layer: int, expert: int) -
 
 
 @inlined
-def commit_uploads(state: PolicyState, rules: Rules, ended: int, begun: int) -> None:
-    """Background uploads that have landed join the residents: those of layer `begun` (-1: none), whose demand is looked
-    up next, or (-1) all but those of the layer after `ended`, whose residents may be computing already.
-
-    They held staging slots, which the uploads of other layers need.
+def commit_uploads(state: PolicyState, rules: Rules) -> None:
+    """Background uploads that have landed join the residents of their layers: the staging slots they held are free for
+    others.
     """
-    layers, experts = state.status.shape
-    left = 0
+    experts, left = state.status.shape[1], 0
     for at in range(state.scalars[N_UPLOADS]):
         key = state.uploads[at]
         layer, expert = key // experts, key % experts
         status = state.status[layer, expert]
         if status in (ABSENT, KEPT) or state.purpose[layer, expert] != UPLOAD:
             continue
-        now = layer == begun if begun >= 0 else layer != (ended + 1) % layers
-        if status == LANDED and now:
+        if status == LANDED:
             keep_or_release(state, rules, layer, expert)
             continue
         state.uploads[left] = key

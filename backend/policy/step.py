@@ -133,6 +133,41 @@ def _fetch(
     return True
 
 
+@inlined
+def _room(state: PolicyState, reserve: int) -> bool:
+    """Whether a copy nobody has demanded may take a slot and still leave `reserve` for the next layer-step."""
+    spare = state.scalars[N_FREE] - state.scalars[N_UNFILLED]
+    return bool(spare > 0 and spare + state.scalars[N_DEMAND_HELD] > reserve)
+
+
+@inlined
+def _queue_uploads(
+    state: PolicyState, rules: Rules, layer: int, experts: NDArray[np.int32], action: NDArray[np.int8]
+) -> None:
+    """Queue experts that the CPU serves, the most preferred first, if the cache would keep them: where the link has
+    nothing to fetch meanwhile, and as far as no more than `admit_per_step` uploads are under way.
+    """
+    for i in range(len(experts)):
+        if action[i] == ACT_FETCH:
+            return
+    worst, every = worst_kept(state, rules, layer), state.status.shape[1]
+    for _ in range(rules.admit_per_step - state.scalars[N_UPLOADS]):
+        best = -1
+        for i in range(len(experts)):
+            expert = experts[i]
+            candidate = action[i] == ACT_CPU and state.status[layer, expert] == ABSENT
+            if candidate and (best < 0 or prefers(state, rules, layer, expert, layer, best)):
+                best = expert
+        if best < 0 or not _room(state, rules.reserve):
+            return
+        above = worst >= 0 and prefers(state, rules, layer, best, worst // every, worst % every)
+        if not above and not has_room(state, rules, layer):
+            return
+        if enqueue(state, layer, best, UPLOAD):
+            state.uploads[state.scalars[N_UPLOADS]] = layer * every + best
+            state.scalars[N_UPLOADS] += 1
+
+
 @uncounted
 def demand(
     state: PolicyState,
@@ -143,14 +178,14 @@ def demand(
     costs: SplitCosts,
     action: NDArray[np.int8],
 ) -> bool:
-    """Look the whole demand of a layer-step up at once and decide what happens to each expert.
+    """Look the whole demand of a layer-step up at once and decide what happens to each expert; then queue uploads.
 
     experts [n] distinct, counts [n] tokens each; writes action [n]. Only here do recency, counts and uses change.
     Returns False if no staging slot was left for a fetch (an error: staging holds one step's demand).
     """
     enter(state, layer)
     state.begun[layer] = state.scalars[STEP]
-    commit_uploads(state, rules, -1, layer)
+    commit_uploads(state, rules)
     resident, late, ahead, absent = 0, 0, 0, 0
     missing = state.scratch[0]
     for i in range(len(experts)):
@@ -180,14 +215,11 @@ def demand(
     backlog = link_backlog_ns(state.scalars[N_IN_FLIGHT], ahead, costs.io_ns)
     load = Load(resident, late, backlog, state.scalars[N_AHEAD] * costs.io_ns)
     state.scalars[N_AHEAD] = 0
-    return _fetch(state, rules, layer, experts, counts, missing[:absent], load, costs, action)
-
-
-@inlined
-def _room(state: PolicyState, reserve: int) -> bool:
-    """Whether a copy nobody has demanded may take a slot and still leave `reserve` for the next layer-step."""
-    spare = state.scalars[N_FREE] - state.scalars[N_UNFILLED]
-    return bool(spare > 0 and spare + state.scalars[N_DEMAND_HELD] > reserve)
+    if not _fetch(state, rules, layer, experts, counts, missing[:absent], load, costs, action):
+        return False
+    if rules.admission == ADMIT_BACKGROUND:
+        _queue_uploads(state, rules, layer, experts, action)
+    return True
 
 
 @uncounted
@@ -222,8 +254,7 @@ def finish(
     costs: SplitCosts,
 ) -> None:
     """End of a layer-step: utilities follow its demand, what it fetched is kept or dropped, and so are its unused
-    prefetches; then prefetches for the layer's next step and background uploads are queued, after uploads that have
-    landed became residents.
+    prefetches; then prefetches for the layer's next step are queued.
     """
     state.scalars[N_DEMAND_HELD] = 0
     if rules.utility:
@@ -241,33 +272,6 @@ def finish(
         drop_unused(state, layer)
     else:
         prefetch_ahead(state, rules, layer, fetched, costs)
-    if rules.admission == ADMIT_BACKGROUND:
-        commit_uploads(state, rules, layer, -1)
-        if fetched == 0:
-            _queue_uploads(state, rules, layer, experts, action)
-
-
-@inlined
-def _queue_uploads(
-    state: PolicyState, rules: Rules, layer: int, experts: NDArray[np.int32], action: NDArray[np.int8]
-) -> None:
-    """Queue at most `admit_per_step` experts the CPU served, the most preferred first, if the cache would keep them."""
-    worst, every = worst_kept(state, rules, layer), state.status.shape[1]
-    for _ in range(rules.admit_per_step):
-        best = -1
-        for i in range(len(experts)):
-            expert = experts[i]
-            candidate = action[i] == ACT_CPU and state.status[layer, expert] == ABSENT
-            if candidate and (best < 0 or prefers(state, rules, layer, expert, layer, best)):
-                best = expert
-        if best < 0 or not _room(state, rules.reserve):
-            return
-        above = worst >= 0 and prefers(state, rules, layer, best, worst // every, worst % every)
-        if not above and not has_room(state, rules, layer):
-            return
-        if enqueue(state, layer, best, UPLOAD):
-            state.uploads[state.scalars[N_UPLOADS]] = layer * every + best
-            state.scalars[N_UPLOADS] += 1
 
 
 @uncounted

@@ -16,7 +16,7 @@ from policy_driver import EXPERTS, LAYERS, SHAPE, Driver, int32
 from foreload.backend.policy import Action, Counter, order
 from foreload.backend.policy.order import prefers, random_rank, worst_of_layer
 from foreload.backend.policy.rules import rules_of
-from foreload.backend.policy.state import DECODE, HISTORY, KEPT, LANDED, N_QUEUED, STEP, UPLOAD, WORST_UNKNOWN
+from foreload.backend.policy.state import DECODE, HISTORY, KEPT, LANDED, N_QUEUED, QUEUED, STEP, UPLOAD, WORST_UNKNOWN
 from foreload.backend.policy.warm import steady_weight
 from foreload.settings import MAX_HALF_LIFE, Settings
 
@@ -204,7 +204,7 @@ def test_an_uploaded_expert_is_a_hit_next_time() -> None:
 
 @pytest.mark.unit
 def test_uploads_of_every_layer_find_staging_slots() -> None:
-    """An upload that has landed is a resident from the end of the next layer-step on: its staging slot is free."""
+    """An upload that has landed is a resident from the next layer-step on: its staging slot is free."""
     driver = Driver(Settings(miss_action="cpu", admission="background", admit_per_step=1), (2,) * LAYERS, Random(0))
     for layer in range(LAYERS):
         driver.layer_step(layer, [1, 2])
@@ -213,18 +213,6 @@ def test_uploads_of_every_layer_find_staging_slots() -> None:
     assert [driver.kept(layer) for layer in range(LAYERS)] == [{1}] * (LAYERS - 1) + [set()]
     for layer in range(LAYERS):
         assert driver.begin(layer, [1]) == [Action.HIT]
-
-
-@pytest.mark.unit
-def test_the_next_layer_keeps_its_residents() -> None:
-    """What landed for the next layer waits for its demand: its residents may be computing already."""
-    driver = Driver(Settings(miss_action="cpu", admission="background", admit_per_step=1), (1,) * LAYERS, Random(0))
-    driver.layer_step(1, [3])
-    driver.drain()
-    driver.layer_step(0, [1])
-    assert driver.kept(1) == set()
-    driver.layer_step(2, [1])
-    assert driver.kept(1) == {3}
 
 
 @pytest.mark.unit
@@ -241,6 +229,11 @@ def test_uploads_wait_where_the_link_fetches() -> None:
     assert (alone.brain.next_copy(), alone.brain.can_issue()) == (1, False)
     alone.brain.complete(1)
     assert (alone.brain.can_issue(), alone.brain.next_copy()) == (True, 2)
+    assert alone.begin(1, [3]) == [Action.CPU]
+    assert alone.kept(0) == {1}
+    assert uploads(alone, 1, QUEUED) == {3}
+    assert alone.begin(2, [4]) == [Action.CPU]
+    assert not uploads(alone, 2, QUEUED), "as many as may be are under way"
 
 
 @pytest.mark.unit
