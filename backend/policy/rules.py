@@ -43,6 +43,7 @@ class Rules(NamedTuple):
     objective: int
     admission: int
     admit_per_step: int
+    shares_link: bool  # whether other copies follow uploads
     reserve: int  # staging slots that prefetches leave to the next layer-step's demand
     ahead: int
     ahead_width: int  # most copies for a layer's next step
@@ -66,6 +67,7 @@ def rules_of(settings: Settings, shape: ModelShape, oracle: bool = False) -> Rul
         objective=BALANCE if settings.objective == "balance" else MAKESPAN,
         admission=_ADMISSIONS[settings.admission],
         admit_per_step=settings.admit_per_step,
+        shares_link=settings.miss_action != "cpu" or settings.prefetch_depth > 0,
         reserve=step_experts(settings, shape),
         ahead=_AHEAD.get(settings.predictor, NO_AHEAD),
         ahead_width=min(shape.experts, (settings.draft.gamma + 1) * settings.width(shape)),

@@ -26,7 +26,7 @@ from foreload.backend.policy.rules import (
     SPLIT_TAU,
     Rules,
 )
-from foreload.backend.policy.split import Load, SplitCosts, fetch_count, fetch_level, in_order, link_backlog_ns
+from foreload.backend.policy.split import Load, SplitCosts, cpu_ns, fetch_count, fetch_level, in_order, link_backlog_ns
 from foreload.backend.policy.state import (
     ABSENT,
     AHEAD,
@@ -142,14 +142,25 @@ def _room(state: PolicyState, reserve: int) -> bool:
 
 @inlined
 def _queue_uploads(
-    state: PolicyState, rules: Rules, layer: int, experts: NDArray[np.int32], action: NDArray[np.int8]
+    state: PolicyState,
+    rules: Rules,
+    layer: int,
+    experts: NDArray[np.int32],
+    action: NDArray[np.int8],
+    costs: SplitCosts,
 ) -> None:
     """Queue experts that the CPU serves, the most preferred first, if the cache would keep them: where the link has
     nothing to fetch meanwhile, and as far as no more than `admit_per_step` uploads are under way.
+
+    Where other copies follow, an upload must be half done when the next layer asks for its own.
     """
+    on_cpu = 0
     for i in range(len(experts)):
         if action[i] == ACT_FETCH:
             return
+        on_cpu += action[i] == ACT_CPU
+    if rules.shares_link and costs.io_ns > 2 * (cpu_ns(on_cpu, on_cpu, costs) + costs.dense_ns):
+        return
     worst, every = worst_kept(state, rules, layer), state.status.shape[1]
     for _ in range(rules.admit_per_step - state.scalars[N_UPLOADS]):
         best = -1
@@ -218,7 +229,7 @@ def demand(
     if not _fetch(state, rules, layer, experts, counts, missing[:absent], load, costs, action):
         return False
     if rules.admission == ADMIT_BACKGROUND:
-        _queue_uploads(state, rules, layer, experts, action)
+        _queue_uploads(state, rules, layer, experts, action, costs)
     return True
 
 
