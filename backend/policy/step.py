@@ -22,11 +22,22 @@ from foreload.backend.policy.rules import (
     ADMIT_NONE,
     AGED,
     FETCH,
+    MAKESPAN,
     NO_AHEAD,
+    SPLIT_MAKESPAN,
     SPLIT_TAU,
     Rules,
 )
-from foreload.backend.policy.split import Load, SplitCosts, cpu_ns, fetch_count, fetch_level, in_order, link_backlog_ns
+from foreload.backend.policy.split import (
+    Load,
+    SplitCosts,
+    cpu_ns,
+    fetch_count,
+    fetch_level,
+    in_order,
+    link_backlog_ns,
+    objective_ns,
+)
 from foreload.backend.policy.state import (
     ABSENT,
     AHEAD,
@@ -108,7 +119,9 @@ def _fetch(
     costs: SplitCosts,
     action: NDArray[np.int8],
 ) -> bool:
-    """Share the absent experts out between link and CPU; False if no staging slot was left for a fetch."""
+    """Share the absent experts out between link and CPU, if they are not the CPU's; False if no staging slot was left
+    for a fetch.
+    """
     in_order(state, layer, experts, counts, missing)
     tokens, scores = state.scratch[1, : len(missing)], state.scratch[2, : len(missing)]
     for at in range(len(missing)):
@@ -122,14 +135,15 @@ def _fetch(
         fetched = fetch_count(rules, tokens, load, costs)
     for at in range(len(missing)):
         i = missing[at]
-        fetch = state.score[layer, experts[i]] >= tau if rules.miss == SPLIT_TAU else at < fetched
-        if not fetch:
+        fetch = state.score[layer, experts[i]] >= tau if rules.miss == SPLIT_TAU else fetched > 0
+        if action[i] == ACT_CPU or not fetch:
             action[i] = ACT_CPU
             state.counters[DECODE, layer, ON_CPU] += 1
             continue
         if not enqueue(state, layer, experts[i], DEMAND):
             return False
         state.scalars[N_DEMAND_HELD] += 1
+        fetched -= 1
     return True
 
 
@@ -179,6 +193,74 @@ def _queue_uploads(
             state.scalars[N_UPLOADS] += 1
 
 
+@inlined
+def _end_ns(
+    state: PolicyState,
+    rules: Rules,
+    layer: int,
+    experts: NDArray[np.int32],
+    counts: NDArray[np.int32],
+    missing: NDArray[np.int32],
+    most: int,
+    load: Load,
+    costs: SplitCosts,
+) -> int:
+    """When link and CPU are done with experts, shared out as they will be; at most so many are fetched."""
+    in_order(state, layer, experts, counts, missing)
+    tokens, left = state.scratch[1, : len(missing)], 0
+    for at in range(len(missing)):
+        tokens[at] = counts[missing[at]]
+    fetched = min(fetch_count(rules, tokens, load, costs), most)
+    for at in range(fetched, len(missing)):
+        left += tokens[at]
+    return objective_ns(fetched, len(missing) - fetched, left, load, rules, costs)
+
+
+@inlined
+def _not_waited_for(
+    state: PolicyState,
+    rules: Rules,
+    layer: int,
+    experts: NDArray[np.int32],
+    counts: NDArray[np.int32],
+    missing: NDArray[np.int32],
+    absent: int,
+    load: Load,
+    costs: SplitCosts,
+    action: NDArray[np.int8],
+) -> int:
+    """Experts in flight that are shared out like absent ones, appended to `missing`, since the layer-step ends sooner
+    than if it waited for them, by a quarter of a copy at least (how far it is can only be guessed): all or none; how
+    many. Their copies become uploads, or are discarded if nothing is kept.
+    """
+    waiting_ns = _end_ns(state, rules, layer, experts, counts, missing[:absent], absent, load, costs)
+    moved = 0
+    for i in range(len(experts)):
+        if action[i] == ACT_LATE and state.status[layer, experts[i]] == IN_FLIGHT:
+            missing[absent + moved] = i
+            moved += 1
+    less = Load(load.resident, load.late - moved, load.backlog_ns, load.ahead_ns)
+    moved_ns = _end_ns(state, rules, layer, experts, counts, missing[: absent + moved], absent, less, costs)
+    if moved_ns + costs.io_ns // 4 >= waiting_ns:
+        kept = 0
+        for at in range(absent + moved):  # they are in order by now
+            if action[missing[at]] != ACT_LATE:
+                missing[kept] = missing[at]
+                kept += 1
+        return 0
+    for at in range(absent + moved):
+        i = missing[at]
+        if action[i] == ACT_LATE:
+            action[i] = ACT_CPU
+            state.scalars[N_DEMAND_HELD] -= 1
+            state.purpose[layer, experts[i]] = DISCARD
+            if rules.admission != ADMIT_NONE:
+                state.purpose[layer, experts[i]] = UPLOAD
+                state.uploads[state.scalars[N_UPLOADS]] = layer * state.status.shape[1] + experts[i]
+                state.scalars[N_UPLOADS] += 1
+    return moved
+
+
 @uncounted
 def demand(
     state: PolicyState,
@@ -219,13 +301,17 @@ def demand(
         state.last_tokens[layer, expert] = counts[i]
         state.uses[layer, expert] += 1
     state.worst[layer] = WORST_UNKNOWN
+    backlog = link_backlog_ns(state.scalars[N_IN_FLIGHT], ahead, costs.io_ns)
+    load = Load(resident, late, backlog, state.scalars[N_AHEAD] * costs.io_ns)
+    state.scalars[N_AHEAD] = 0
+    if rules.miss == SPLIT_MAKESPAN and rules.objective == MAKESPAN and late > ahead:
+        moved = _not_waited_for(state, rules, layer, experts, counts, missing, absent, load, costs, action)
+        absent, late = absent + moved, late - moved
+        load = Load(resident, late, backlog, load.ahead_ns)
     counters = state.counters[DECODE, layer]
     counters[HITS] += resident
     counters[LATE] += late
     counters[MISSES] += absent
-    backlog = link_backlog_ns(state.scalars[N_IN_FLIGHT], ahead, costs.io_ns)
-    load = Load(resident, late, backlog, state.scalars[N_AHEAD] * costs.io_ns)
-    state.scalars[N_AHEAD] = 0
     if not _fetch(state, rules, layer, experts, counts, missing[:absent], load, costs, action):
         return False
     if rules.admission == ADMIT_BACKGROUND:

@@ -15,7 +15,18 @@ from hypothesis import strategies as st
 from policy_driver import COSTS, Driver, digest, make_shape, random_capacity, random_settings
 
 from foreload.backend.policy import Action, Brain, Counter
-from foreload.backend.policy.state import ABSENT, DECODE, IN_FLIGHT, KEPT, LANDED, N_UNFILLED, PREFILL, QUEUED
+from foreload.backend.policy.state import (
+    ABSENT,
+    DECODE,
+    DISCARD,
+    IN_FLIGHT,
+    KEPT,
+    LANDED,
+    N_UNFILLED,
+    PREFILL,
+    QUEUED,
+    UPLOAD,
+)
 
 RANDOM = st.randoms(use_true_random=False)
 RUNS = settings(max_examples=60, deadline=None)
@@ -74,7 +85,7 @@ def test_counters_account_for_everything(random: Random) -> None:
 @RUNS
 @given(random=RANDOM)
 def test_actions_say_where_an_expert_is(random: Random) -> None:
-    """Hits are usable at once, late ones under way, fetched ones queued, CPU experts absent, or queued for later."""
+    """Hits are usable at once, late ones under way, fetched ones queued, CPU experts absent, or copied for later."""
     driver = Driver(random_settings(random), random_capacity(random), random)
     for _ in range(6):
         driver.step()
@@ -82,13 +93,18 @@ def test_actions_say_where_an_expert_is(random: Random) -> None:
         Action.HIT: (KEPT, LANDED),
         Action.LATE: (QUEUED, IN_FLIGHT),
         Action.FETCH: (QUEUED,),
-        Action.CPU: (ABSENT, QUEUED) if driver.brain.settings.admission == "background" else (ABSENT,),
+        Action.CPU: (ABSENT, QUEUED, IN_FLIGHT),
     }
     for layer in range(driver.shape.n_moe_layers):
         experts = sorted(random.sample(range(driver.shape.experts), driver.shape.top_k))
         actions = driver.begin(layer, experts)
         for expert, action in zip(experts, actions, strict=True):
-            assert driver.status(layer, expert) in where[action]
+            status, purpose = driver.status(layer, expert), driver.brain.state.purpose[layer, expert]
+            assert status in where[action]
+            if action == Action.CPU and status == QUEUED:
+                assert purpose == UPLOAD
+            if action == Action.CPU and status == IN_FLIGHT:
+                assert purpose == (DISCARD if driver.brain.settings.admission == "none" else UPLOAD)
         driver.wait(layer, experts, actions)
         driver.finish(layer)
 

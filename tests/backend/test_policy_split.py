@@ -188,3 +188,28 @@ def test_tau_fetches_by_utility_alone() -> None:
     brain.state.score[0, [1, 3]] = [1, 2]
     assert brain.begin(0, int32([1, 3, 5]), int32([4, 1, 9])).tolist() == [Action.CPU, Action.FETCH, Action.CPU]
     assert brain.state.tau.tolist() == [2, 0, 0]
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("admission", ["demand", "none"])
+def test_a_long_copy_in_flight_is_not_waited_for(admission: str) -> None:
+    """The CPU has the expert long before it lands; the copy is kept for the next step, or discarded."""
+    chosen = Settings.parse(
+        {"miss_action": "split", "predictor": "gate", "prefetch_depth": 1, "prefetch_width": 1, "admission": admission}
+    )
+    expected = {True: [Action.CPU], False: [Action.LATE]}
+    for slow in (True, False):
+        costs = SplitCosts(2000 if slow else 100, np.array([0, 10, 20]), np.array([0, 200, 400]))
+        driver = Driver(chosen, (4,) * LAYERS, Random(0), costs=costs)
+        driver.brain.prefetch(1, np.array([3], np.int32))
+        driver.issue()
+        assert driver.begin(1, [3]) == expected[slow]
+        counted = driver.brain.counters[DECODE, 1]
+        assert (counted[Counter.MISSES], counted[Counter.LATE]) == ((1, 0) if slow else (0, 1))
+        assert (counted[Counter.PREFETCHED], counted[Counter.ON_CPU]) == (1, int(slow))
+        driver.wait(1, [3], expected[slow])
+        driver.finish(1)
+        driver.drain()
+        anew = Action.CPU if slow else Action.FETCH
+        assert driver.begin(1, [3]) == [Action.HIT if admission == "demand" else anew]
+        driver.brain.check_integrity()
