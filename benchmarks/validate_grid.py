@@ -28,8 +28,8 @@ CHOSEN: tuple[tuple[float, tuple[dict[str, Any], ...]], ...] = (
     (
         0.05,
         (
-            {}, {"eviction": "lfu"}, D1, D2, CPU | LATER, SPLIT, SPLIT | LATER, SPLIT | LATER | D1, NGRAM,
-            NGRAM | SPLIT | LATER,
+            {}, {"eviction": "lfu"}, D1, D2, CPU | LATER, SPLIT, SPLIT | {"eviction": "aged"}, SPLIT | LATER | D1,
+            NGRAM, NGRAM | SPLIT | LATER,
         ),
     ),
     (
@@ -42,7 +42,8 @@ CHOSEN: tuple[tuple[float, tuple[dict[str, Any], ...]], ...] = (
     (
         0.25,
         (
-            {}, {"eviction": "utility"} | NGRAM, FIXED | WARMED, D1, CPU | LATER, FIXED | CPU | WARMED, SPLIT | LATER,
+            {}, {"eviction": "utility"} | NGRAM, FIXED | WARMED, D1, SPLIT | {"eviction": "lfru"},
+            FIXED | CPU | WARMED, SPLIT | LATER,
             SPLIT | LATER | D1, NGRAM | D1,
         ),
     ),
