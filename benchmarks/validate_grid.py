@@ -43,8 +43,7 @@ CHOSEN: tuple[tuple[float, tuple[dict[str, Any], ...]], ...] = (
         0.25,
         (
             {}, {"eviction": "utility"} | NGRAM, FIXED | WARMED, D1, SPLIT | {"eviction": "lfru"},
-            FIXED | CPU | WARMED, SPLIT | LATER,
-            SPLIT | LATER | D1, NGRAM | D1,
+            FIXED | CPU | WARMED, SPLIT | LATER, SPLIT | LATER | D1, NGRAM | D1,
         ),
     ),
     (0.5, ({}, {"eviction": "lfru"} | D1, CPU | LATER, SPLIT | LATER, FIXED | SPLIT | WARMED)),

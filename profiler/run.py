@@ -74,7 +74,7 @@ def profile(
                 noise.append(_fixed_probe(bench))
                 found.extend(group())
             longest = 0.0
-            for name, group in cycle(again if until is not None else ()):
+            for name, group in cycle(again):
                 begun = time.monotonic()
                 if until is None or begun + longest > until:
                     break

@@ -378,11 +378,11 @@ class CostModel:
         them; ascending. One alone if it does not say.
         """
         held = [m for m in self.profile.measurements if m.probe == "experts_cpu" and m.at.get("threads") == threads]
-        parts = {m.parts_us: m.repeats for m in held if m.parts_us and sum(m.parts_us)}
-        shares = [np.interp(_EVENLY, np.linspace(0, 1, len(us)), np.asarray(us) / np.mean(us)) for us in parts]
+        parts = [(m.parts_us, m.repeats) for m in held if m.parts_us and sum(m.parts_us)]
+        shares = [np.interp(_EVENLY, np.linspace(0, 1, len(us)), np.asarray(us) / np.mean(us)) for us, _ in parts]
         if not shares:
             return (SCALE,)
-        mean = np.average(shares, axis=0, weights=list(parts.values()))
+        mean = np.average(shares, axis=0, weights=[repeats for _, repeats in parts])
         return tuple(int(factor) for factor in np.rint(SCALE * mean / mean.mean()))
 
     # Contention: work per nanosecond beside another resource, of SCALE. Nothing is faster in company.

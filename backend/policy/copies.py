@@ -85,6 +85,13 @@ def _rank(state: PolicyState, layer: int, purpose: int) -> int:
 
 
 @inlined
+def note_upload(state: PolicyState, layer: int, expert: int) -> None:
+    """The expert's copy is a background upload from now on."""
+    state.uploads[state.scalars[N_UPLOADS]] = layer * state.status.shape[1] + expert
+    state.scalars[N_UPLOADS] += 1
+
+
+@inlined
 def enqueue(state: PolicyState, layer: int, expert: int, purpose: int) -> bool:
     """Queue a copy of an absent expert into a free slot; False if there is none. AHEAD takes a persistent slot."""
     if state.scalars[N_FREE] == 0:
@@ -95,6 +102,8 @@ def enqueue(state: PolicyState, layer: int, expert: int, purpose: int) -> bool:
     state.purpose[layer, expert] = purpose
     if purpose == AHEAD:
         _take_place(state, layer)
+    elif purpose == UPLOAD:
+        note_upload(state, layer, expert)
     at = state.scalars[N_QUEUED]
     state.queue[at] = layer * state.status.shape[1] + expert
     state.rank[at] = _rank(state, layer, purpose)

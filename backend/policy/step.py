@@ -13,6 +13,7 @@ from foreload.backend.policy.copies import (
     enqueue,
     give_place,
     keep_or_release,
+    note_upload,
     promote,
     release,
 )
@@ -108,6 +109,21 @@ def _look_up(state: PolicyState, rules: Rules, layer: int, expert: int) -> int:
 
 
 @inlined
+def _put_in_order(
+    state: PolicyState,
+    layer: int,
+    experts: NDArray[np.int32],
+    counts: NDArray[np.int32],
+    missing: NDArray[np.int32],
+    tokens: NDArray[np.int32],
+) -> None:
+    """Sort indices of absent experts in place, and write their `tokens`."""
+    in_order(state, layer, experts, counts, missing)
+    for at in range(len(missing)):
+        tokens[at] = counts[missing[at]]
+
+
+@inlined
 def _fetch(
     state: PolicyState,
     rules: Rules,
@@ -122,10 +138,9 @@ def _fetch(
     """Share the absent experts out between link and CPU, if they are not the CPU's; False if no staging slot was left
     for a fetch.
     """
-    in_order(state, layer, experts, counts, missing)
     tokens, scores = state.scratch[1, : len(missing)], state.scratch[2, : len(missing)]
+    _put_in_order(state, layer, experts, counts, missing, tokens)
     for at in range(len(missing)):
-        tokens[at] = counts[missing[at]]
         scores[at] = state.score[layer, experts[missing[at]]]
     fetched, tau = 0, 0
     if rules.miss == SPLIT_TAU:
@@ -188,9 +203,7 @@ def _queue_uploads(
         above = worst >= 0 and prefers(state, rules, layer, best, worst // every, worst % every)
         if not above and not has_room(state, rules, layer):
             return
-        if enqueue(state, layer, best, UPLOAD):
-            state.uploads[state.scalars[N_UPLOADS]] = layer * every + best
-            state.scalars[N_UPLOADS] += 1
+        enqueue(state, layer, best, UPLOAD)
 
 
 @inlined
@@ -206,10 +219,8 @@ def _end_ns(
     costs: SplitCosts,
 ) -> int:
     """When link and CPU are done with experts, shared out as they will be; at most so many are fetched."""
-    in_order(state, layer, experts, counts, missing)
     tokens, left = state.scratch[1, : len(missing)], 0
-    for at in range(len(missing)):
-        tokens[at] = counts[missing[at]]
+    _put_in_order(state, layer, experts, counts, missing, tokens)
     fetched = min(fetch_count(rules, tokens, load, costs), most)
     for at in range(fetched, len(missing)):
         left += tokens[at]
@@ -256,8 +267,7 @@ def _not_waited_for(
             state.purpose[layer, experts[i]] = DISCARD
             if rules.admission != ADMIT_NONE:
                 state.purpose[layer, experts[i]] = UPLOAD
-                state.uploads[state.scalars[N_UPLOADS]] = layer * state.status.shape[1] + experts[i]
-                state.scalars[N_UPLOADS] += 1
+                note_upload(state, layer, experts[i])
     return moved
 
 

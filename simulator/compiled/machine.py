@@ -286,8 +286,10 @@ def watch(m: Machine) -> None:
 def pump(m: Machine, r: Rates, p: PolicyState) -> int:
     """Issue what the window admits; how many copies that were."""
     issued = 0
-    while copies.can_issue(p):
+    while True:
         key = copies.next_copy(p, m.at[PHASE])
+        if key < 0:
+            return issued
         m.issued[m.at[N_ISSUED]] = key
         m.at[N_ISSUED] += 1
         if m.at[N_LOG] == len(m.log):
@@ -300,7 +302,6 @@ def pump(m: Machine, r: Rates, p: PolicyState) -> int:
         if m.at[HOST_WAIT] == ON_ISSUE:
             wake_host(m, 0)
         issued += 1
-    return issued
 
 
 @inlined
