@@ -308,6 +308,17 @@ def on_engine(engine: Engine, routing: Mapping[str, Trace], until: float, out: P
     ).run()
 
 
+def drafts_on_engine(engine: Engine, routing: Mapping[str, Trace], until: float, out: Path) -> dict[str, Any]:
+    """Drafts of every recording that holds verify windows, forced on and as in `out`/tuned-drafts/RECORDING-*.json."""
+    drafted = {name: trace for name, trace in routing.items() if recorded_gamma(trace)}
+    if not drafted:
+        raise UsageError("drafts: none of the recordings holds verify windows")
+    files = [(name, path) for name in drafted for path in sorted((out / "tuned-drafts").glob(f"{name}-*.json"))]
+    also = tuple(routed(f"{name}={path}") for name, path in files)
+    wanted = Wanted(out / "drafts", ("drafts",), gammas=(2, 4), also=also, until=until)
+    return Measurement(engine, drafted, wanted).run()
+
+
 def tuned_of(paths: Sequence[Path]) -> dict[float, Settings]:
     """Tuned settings by the ratio of the cache they are for; UsageError for files of other names."""
     found = {}

@@ -3,9 +3,9 @@
     python -m benchmarks.h200 --out DIR --minutes 9 [--parts profile:70,decode:100,validate] [--trace topo=FILE ...]
         [--device cuda] [--model shape:qwen3-30b-a3b] [--context 2048] [--layers N] [--simulate-later]
 
-Parts: kernels (their tests, compiled) and exactness (bit-identity with poison and delays, on `mini`) by themselves; the
-others are `on_engine` of the benchmark of that name, all on one engine that is opened once (tuned_slow: `tuned`, on the
-slower link alone). A number is the seconds a part may take; the last without one has what is left. Each part is written
+Parts: kernels (their tests, compiled), exactness (bit-identity with poison and delays, on `mini`) and mini (predicted
+and measured) by themselves; the others are `on_engine` of the benchmark of that name, all on one engine that is opened
+once (tuned_slow: `tuned`, on the slower link alone; drafts: those of `decode`, by recording). A number is the seconds a part may take; the last without one has what is left. Each part is written
 to DIR/h200.json when it ends; one that fails is reported there and the next one runs.
 """
 
@@ -29,6 +29,7 @@ from benchmarks import (
     drift,
     gpu_loop,
     kernel_times,
+    mini_h200,
     prefill,
     profile_h200,
     spac_h200,
@@ -56,6 +57,7 @@ SHARED: dict[str, Shared] = {
     "profile": profile_h200.on_engine,
     "kernel_times": kernel_times.on_engine,
     "decode": decode.on_engine,
+    "drafts": decode.drafts_on_engine,
     "prefill": prefill.on_engine,
     "drift": drift.on_engine,
     "validate": validate_h200.on_engine,
@@ -101,7 +103,17 @@ def exactness(given: argparse.Namespace, left_s: float) -> dict[str, Any]:
     }
 
 
-ALONE: dict[str, Callable[[argparse.Namespace, float], dict[str, Any]]] = {"kernels": kernels, "exactness": exactness}
+def mini(given: argparse.Namespace, left_s: float) -> dict[str, Any]:
+    """Predictions of the bundled model; the engine of the other parts waits."""
+    done = mini_h200.run(given.out / "mini", time.monotonic() + left_s)
+    return {"done": done, "complete": len(done) == len(mini_h200.commands(given.out))}
+
+
+ALONE: dict[str, Callable[[argparse.Namespace, float], dict[str, Any]]] = {
+    "kernels": kernels,
+    "exactness": exactness,
+    "mini": mini,
+}
 
 
 class Bench:
@@ -180,8 +192,9 @@ def main(args: Sequence[str] | None = None, checkpoint: Checkpoint | None = None
         "software": software(),
     }
     bench, chosen = Bench(given, checkpoint), parts(given.parts)
-    tunes = any(name.startswith("tuned") for name, _ in chosen) and not (given.out / tuned_h200.PREPARED).exists()
-    simulated = given.device == "cuda" and tunes and not given.simulate_later  # the other parts are afterwards
+    prepared = (given.out / tuned_h200.PREPARED).exists()
+    simulates = any(name == "mini" or (name.startswith("tuned") and not prepared) for name, _ in chosen)
+    simulated = given.device == "cuda" and simulates and not given.simulate_later  # the other parts are afterwards
     compiling = in_background() if simulated else None
     for name, seconds in chosen:
         if name in SHARED and "opened_s" not in found:

@@ -6,9 +6,9 @@ The first lane measures what counts, on one engine of the full size. The others 
 settings of the tuner) and what does not disturb it, and stay quiet otherwise: other work on the host's memory changes
 figures by several per cent. Other models come last, on both GPUs. With a corpus (`recipes/corpus`: train.bin.xz and
 heldout.jsonl) `topo` is trained, to score expert formats on. With `--gpus 1` a single lane does what there is time for;
-what is simulated meanwhile (`tuned_h200 --prepare`, `tuned_drafts`) is put into DIR from elsewhere. Each step has a log
-in DIR and a limit, and is ended with all it started; DIR/lanes.json says how each went. Afterwards, where simulations
-are quick: `validate_h200 --predict`, `whatif_h200 --predict` and `tuned_h200 --simulate` with DIR/main.
+what is simulated meanwhile (`tuned_h200 --prepare`, `tuned_drafts`) is put into DIR/main from elsewhere. Each step has
+a log in DIR and a limit, and is ended with all it started; DIR/lanes.json says how each went. Afterwards, where
+simulations are quick: `validate_h200 --predict`, `whatif_h200 --predict` and `tuned_h200 --simulate` with DIR/main.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ from foreload.machine import cores
 
 TOPO = "traces/samples/topo-literature-predictions.parquet"
 DRAFTED = ("topo-code-ngram-4", "topo-instructions-ngram-4", "topo-manual-model-4")
-DRAFTED_TRACES = [flag for name in DRAFTED for flag in ("--trace", f"traces/samples/{name}.parquet")]
-PARTS = "profile:160,validate:490,whatif:210,decode:185,tuned_slow:160"
-PARTS_OF_ONE = "profile:160,validate:480,whatif:210,tuned_slow:160"
+PARTS = "profile:160,validate:490,whatif:210,decode:185,tuned_slow:160,drafts:150"
+PARTS_OF_ONE = "profile:160,validate:480,whatif:210,mini:170,tuned:260,drafts:130"
 SMALL, LARGE = ("gpt-oss-20b", "deepseek-v2-lite", "olmoe-1b-7b"), ("glm-4.7-flash", "gpt-oss-120b", "mixtral-8x7b")
 """Other models, by how long their experts take to load."""
 
@@ -109,28 +108,25 @@ def part_done(main: Path, name: str) -> Callable[[], bool]:
 
 def first_lane(out: Path, minutes: float) -> list[Step]:
     """What counts."""
-    return [full_size(out, minutes, PARTS), drafts(out), *(model(name, out, 1.1) for name in SMALL)]
+    return [full_size(out, minutes, PARTS, "--simulate-later"), *(model(name, out, 1.1) for name in SMALL)]
 
 
 def only_lane(out: Path, minutes: float) -> list[Step]:
     """What is needed most first, on the only GPU."""
-    others = [model(name, out, 1.1) for name in (*SMALL, *LARGE)]
-    return [full_size(out, minutes, PARTS_OF_ONE), *mini(out), drafts(out), *others]
+    return [full_size(out, minutes, PARTS_OF_ONE), *(model(name, out, 1.1) for name in (*SMALL, *LARGE))]
 
 
-def full_size(out: Path, minutes: float, parts: str) -> Step:
+def full_size(out: Path, minutes: float, parts: str, *flags: str) -> Step:
     """All that one engine of the full size measures."""
-    command = ["benchmarks.h200", "--out", str(out / "main"), "--minutes", f"{0.74 * minutes:.2f}", "--simulate-later"]
-    return Step("main", [*command, "--trace", f"topo={TOPO}", "--parts", parts], 60 * minutes)
+    routing = {"topo": TOPO} | {name: recording(name) for name in DRAFTED}
+    traces = [flag for name, path in routing.items() for flag in ("--trace", f"{name}={path}")]
+    command = ["benchmarks.h200", "--out", str(out / "main"), "--minutes", f"{minutes:.2f}", *flags]
+    return Step("main", [*command, *traces, "--parts", parts], 60 * minutes)
 
 
-def drafts(out: Path) -> Step:
-    """Drafts by subject, forced on and as tuned."""
-    flags = [*DRAFTED_TRACES, "--sections", "drafts", "--gammas", "2,4", "--minutes", "2.5"]
-    for name in DRAFTED:
-        for kind in ("drafts", "plain"):
-            flags += ["--also", f"{name}={out / 'tuned-drafts' / f'{name}-{kind}.json'}"]
-    return Step("drafts", ["benchmarks.decode", "--out", str(out / "drafts"), *flags], 170)
+def recording(name: str) -> str:
+    """Where a sample is."""
+    return f"traces/samples/{name}.parquet"
 
 
 def model(name: str, out: Path, minutes: float, ready: Callable[[], bool] = lambda: True) -> Step:
@@ -145,30 +141,15 @@ def second_lane(out: Path, corpus: Path | None) -> list[Step]:
     main = out / "main"
     profile = str(main / PROFILE)
     tuned = ["benchmarks.tuned_h200", "--prepare", "--profile", profile, "--trace", f"topo={TOPO}", "--minutes", "4"]
-    drafted = ["benchmarks.tuned_drafts", "--profile", profile, *DRAFTED_TRACES, "--out", str(out / "tuned-drafts")]
+    drafted = ["benchmarks.tuned_drafts", "--profile", profile, "--out", str(main / "tuned-drafts")]
+    drafted += [flag for name in DRAFTED for flag in ("--trace", recording(name))]
     return [
         Step("compiled", ["benchmarks.compiled"], 300),
         *(() if corpus is None else formats_of_topo(out, corpus)),
         Step("tuned", [*tuned, "--out", str(main)], 260, part_done(main, "validate")),
         Step("tuned-drafts", drafted, 240),
-        *mini(out),
+        Step("mini", ["benchmarks.mini_h200", "--out", str(out / "mini")], 250),
         *(model(name, out, 1.5, (out / f"{SMALL[0]}.log").exists) for name in LARGE),
-    ]
-
-
-def mini(out: Path) -> list[Step]:
-    """The bundled model, predicted beside measured."""
-    here, foreload = out / "mini", "foreload.cli"
-    checked = ["--profile", str(here / "profile.json"), "--trace", str(here / "trace.parquet"), "--requests", "2"]
-    recorded = ["-n", "300", "--requests", "9", "--out", str(here / "trace.parquet")]
-    return [
-        Step("mini-profile", [foreload, "profile", "mini", "--mode", "full", "--out", str(here / "profile.json")], 120),
-        Step("mini-record", [foreload, "record", "mini", *recorded], 120),
-        Step(
-            "mini",
-            [foreload, "validate", "mini", *checked, "--repeats", "9", "--out", str(here / "validate.json")],
-            260,
-        ),
     ]
 
 
@@ -216,7 +197,7 @@ def main(args: Sequence[str] | None = None) -> list[Mapping[str, Any]]:
     parser.add_argument("--cores", type=int, default=cores(), help="to share out between the lanes")
     parser.add_argument("--gpus", type=int, default=2, choices=(1, 2))
     given = parser.parse_args(args)
-    (given.out / "mini").mkdir(parents=True, exist_ok=True)
+    given.out.mkdir(parents=True, exist_ok=True)
     until, half = time.monotonic() + 60 * given.minutes, max(1, given.cores // 2)
     near, far = frozenset(range(half)), frozenset(range(half, max(half + 1, given.cores)))
     lanes = [

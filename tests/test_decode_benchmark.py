@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import h200
-from benchmarks.decode import Measurement, Wanted, main, on_engine, routed, workload
+from benchmarks.decode import Measurement, Wanted, drafts_on_engine, main, on_engine, routed, workload
 from benchmarks.decode_rows import bars
 from foreload.backend.engine import Engine, EngineOptions
 from foreload.backend.models.checkpoint import Checkpoint
@@ -127,6 +127,21 @@ def test_recorded_windows_beside_shorter_ones_and_their_text_alone(tmp_path: Pat
     assert {r["tokens_per_step"] for r in result["rows"]} == {1.0, 2.0}  # the first draft is kept, the second never
     assert [(r["routing"], r["cache_ratio"]) for r in result["rows"] if r["name"] == "mine"] == [("text-4", 0.25)]
     assert {(d["routing"], d["gamma"]) for d in result["drafts"]} == {one for one in ran if one[1]}
+
+
+@pytest.mark.integration
+def test_drafts_of_recordings_that_hold_them_beside_what_was_tuned(tmp_path: Path) -> None:
+    plain = workload(Checkpoint.random("qwen3-30b-a3b", **SMALL).shape, 300)
+    routing = {"text": plain, "text-4": with_windows(plain, "model", 4, (1.0, 0.0))}
+    Settings.parse({"slots_per_layer": (8, 4, 0)}).save(tmp_path / "tuned-drafts" / "text-4-plain.json")
+    with Engine(Checkpoint.random("qwen3-30b-a3b", **SMALL), EngineOptions(context_tokens=2048)) as engine:
+        drafts_on_engine(engine, routing, time.monotonic() + 600, tmp_path)
+        with pytest.raises(UsageError, match="none of the recordings holds verify windows"):
+            drafts_on_engine(engine, {"text": plain}, time.monotonic() + 600, tmp_path)
+    rows = json.loads((tmp_path / "drafts" / "decode.json").read_text())["rows"]
+    assert {(r["routing"], r["gamma"], r["name"] == "text-4-plain") for r in rows} == {
+        ("text-4", 0, False), ("text-4", 2, False), ("text-4", 4, False), ("text-4", 0, True),
+    }  # fmt: skip
 
 
 @pytest.mark.integration

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import decode, h200, h200_pair, tuned_h200
+from benchmarks import decode, h200, h200_pair, mini_h200, tuned_h200
 from benchmarks.h200_pair import (
     DRAFTED,
     PARTS,
@@ -83,6 +83,20 @@ def test_what_is_asked_for_is_there(tmp_path: Path) -> None:
     (main / "tuned-0.25.json").write_text("{}")
     (main / tuned_h200.PREPARED).write_text("{}")
     assert list(decode.tuned_of(sorted(main.glob("tuned-[0-9]*.json")))) == [0.25]
+
+
+@pytest.mark.integration
+def test_commands_of_the_bundled_model_end_with_the_first_that_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given = argparse.Namespace(out=tmp_path, device="cpu")
+    asked = [["doctor", "--help"], ["doctor", "--no-such-flag"], ["plan", "--help"]]
+    monkeypatch.setattr(mini_h200, "commands", lambda out: asked)
+    assert h200.mini(given, 60) == {"done": ["doctor"], "complete": False}
+    assert "no-such-flag" in (tmp_path / "mini" / "mini.log").read_text()
+    assert h200.mini(given, -1)["done"] == []
+    monkeypatch.setattr(mini_h200, "commands", lambda out: asked[:1])
+    assert mini_h200.main(["--out", str(tmp_path), "--minutes", "1"]) == ["doctor"]
 
 
 @pytest.mark.unit
