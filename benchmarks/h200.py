@@ -5,8 +5,9 @@
 
 Parts: kernels (their tests, compiled), exactness (bit-identity with poison and delays, on `mini`) and mini (predicted
 and measured) by themselves; the others are `on_engine` of the benchmark of that name, all on one engine that is opened
-once (tuned_slow: `tuned`, on the slower link alone; drafts: those of `decode`, by recording). A number is the seconds a part may take; the last without one has what is left. Each part is written
-to DIR/h200.json when it ends; one that fails is reported there and the next one runs.
+once (tuned_slow: `tuned`, on the slower link alone; drafts: those of `decode`, by recording). A number is the seconds a
+part may take; the last without one has what is left. Each part is written to DIR/h200.json when it ends; one that fails
+is reported there and the next one runs.
 """
 
 from __future__ import annotations
