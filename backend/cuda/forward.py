@@ -106,6 +106,7 @@ class FastForward(Forward):
         self._dtype = self.decoder.embedding.dtype
         self._number = 0  # of the step
         self._rows = 0
+        self._planned_rows = 0  # of the step whose last plan is in host memory
         self.behaviours = BEHAVIOURS
         self._programs: dict[tuple[int, Behaviour], Program] = {}
         self._late: list[int] = []  # graphs of late experts
@@ -193,20 +194,20 @@ class FastForward(Forward):
     def step_times(self, rows: int, repeats: int = 20) -> dict[str, float]:
         """Median device microseconds of each graph of a step of `rows` rows alone, at the position of the step before.
 
-        `enter`: the layers in sum, routing included; `planned`: one layer's resident experts as last planned. With all
-        experts resident `whole` is a step of one launch; before that it leaves experts out.
+        `enter`: the layers in sum, routing included; `planned`: one layer's resident experts as last planned, if that
+        was for so many rows (else it is left out: the plan reads as another one). With all experts resident `whole` is
+        a step of one launch; before that it leaves experts out.
         """
         program, stream = self._program(rows), self._parts.stream()
-        found: dict[str, list[float]] = {"enter": [], "planned": [], "whole": []}
+        timed = {"enter": program.enter, "planned": program.planned[:1], "whole": (program.whole,)}
+        if self._planned_rows != rows:
+            del timed["planned"]
+        found: dict[str, list[float]] = {name: [] for name in timed}
         planned = self._host.plan.clone()
         self._step.release()
         empty = self._host.plan.clone()
         for _ in range(repeats):
-            for name, graphs in (
-                ("enter", program.enter),
-                ("planned", program.planned[:1]),
-                ("whole", (program.whole,)),
-            ):
+            for name, graphs in timed.items():
                 self._host.plan.copy_(planned if name == "planned" else empty)
                 begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 begun.record()
@@ -295,6 +296,7 @@ class FastForward(Forward):
     def _give(self, token_ids: list[int], position: int) -> None:
         """Number the next step and tell the device what it is about."""
         self._number = self._number % (0x7FFFFFFF // self._shape.n_moe_layers - 1) + 1
+        self._planned_rows = len(token_ids)
         row = 0 if self.replay is None else self.replay.row
         self._step.number = self._number
         if self._number == 1:  # numbers begin anew: nothing is there for a later step

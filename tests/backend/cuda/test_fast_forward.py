@@ -236,6 +236,39 @@ def test_throttled_link(fast: MakeEngine) -> None:
     assert decoded(engine)[0] == tokens
 
 
+class Stopwatch:
+    """In place of `torch.cuda.Event`: when everything queued before it has run."""
+
+    device: FakeDevice
+
+    def __init__(self, **_: Any) -> None: ...
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None:
+        self.device.cudaStreamSynchronize(0)
+        assert self.device.idle
+
+    def elapsed_time(self, other: Stopwatch) -> float:
+        assert other is not self
+        return 1.0
+
+
+@pytest.mark.integration
+def test_graphs_are_timed_with_a_plan_of_as_many_rows(fast: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last plan was for one row: as a plan for three it would read experts wherever its words point."""
+    settings = Settings.parse({"cache_ratio": 0.5, "draft": {"kind": "ngram", "gamma": 2}})
+    engine = fast(settings, seed=5)
+    monkeypatch.setattr(Stopwatch, "device", engine.forward.device, raising=False)  # type: ignore[attr-defined]
+    monkeypatch.setattr(torch.cuda, "Event", Stopwatch)
+    engine.generate(PROMPT, TOKENS, stop=False)
+    for rows, others in ((3, 1), (1, 3)):
+        engine.forward.decode([1] * rows, len(PROMPT))
+        timed = engine.forward.step_times(rows, 2)  # type: ignore[attr-defined]
+        assert {name: ms / 1e3 for name, ms in timed.items()} == {"enter": 1, "planned": 1, "whole": 1}
+        assert set(engine.forward.step_times(others, 2)) == {"enter", "whole"}  # type: ignore[attr-defined]
+
+
 @pytest.mark.integration
 def test_settings_change_while_decoding(fast: MakeEngine) -> None:
     choices = [Settings.parse(fields) for name, fields in FETCH_ONLY.items() if name not in ("drafts", "formats")]
