@@ -212,7 +212,7 @@ class Brain:
 
     def quiesce(self) -> None:
         """Take back what is queued, drop what has landed unkept, discard what is in flight when it arrives."""
-        self.state.scalars[[state.N_DEMAND_HELD, state.N_AHEAD, state.N_UPLOADS]] = 0
+        self.state.scalars[[state.N_DEMAND_HELD, state.N_AHEAD, state.N_UPLOADS, state.N_SERVED]] = 0
         for layer, expert in np.argwhere((self.state.status != state.ABSENT) & (self.state.status != state.KEPT)):
             copies.take_back(self.state, layer, expert)
 

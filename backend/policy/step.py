@@ -56,6 +56,7 @@ from foreload.backend.policy.state import (
     N_DEMAND_HELD,
     N_FREE,
     N_IN_FLIGHT,
+    N_SERVED,
     N_UNFILLED,
     N_UPLOADS,
     ON_CPU,
@@ -170,32 +171,41 @@ def _room(state: PolicyState, reserve: int) -> bool:
 
 
 @inlined
-def _queue_uploads(
-    state: PolicyState,
-    rules: Rules,
-    layer: int,
-    experts: NDArray[np.int32],
-    action: NDArray[np.int8],
-    costs: SplitCosts,
-) -> None:
-    """Queue experts that the CPU serves, the most preferred first, if the cache would keep them: where the link has
-    nothing to fetch meanwhile, and as far as no more than `admit_per_step` uploads are under way.
+def _note_served(state: PolicyState, layer: int, experts: NDArray[np.int32], action: NDArray[np.int8]) -> None:
+    """What the CPU computed in the layer-step that ends may be uploaded in the next."""
+    n = 0
+    for i in range(len(experts)):
+        if action[i] == ACT_CPU:
+            state.served[n] = layer * state.status.shape[1] + experts[i]
+            n += 1
+    state.scalars[N_SERVED] = n
+
+
+@inlined
+def _queue_uploads(state: PolicyState, rules: Rules, action: NDArray[np.int8], costs: SplitCosts) -> None:
+    """Queue experts that the CPU computed in the layer-step before, the most preferred first, if the cache would keep
+    them: where the link has nothing to fetch meanwhile, and as far as no more than `admit_per_step` uploads are under
+    way. What the CPU reads now would be read by the link and all cores at once.
 
     Where other copies follow, an upload must be half done when the next layer asks for its own.
     """
-    on_cpu = 0
-    for i in range(len(experts)):
+    on_cpu, served = 0, state.scalars[N_SERVED]
+    for i in range(len(action)):
         if action[i] == ACT_FETCH:
             return
         on_cpu += action[i] == ACT_CPU
+    if served == 0:
+        return
     if rules.shares_link and costs.io_ns > 2 * (cpu_ns(on_cpu, on_cpu, costs) + costs.dense_ns):
         return
-    worst, every = worst_kept(state, rules, layer), state.status.shape[1]
+    every = state.status.shape[1]
+    layer = state.served[0] // every
+    worst = worst_kept(state, rules, layer)
     for _ in range(rules.admit_per_step - state.scalars[N_UPLOADS]):
         best = -1
-        for i in range(len(experts)):
-            expert = experts[i]
-            candidate = action[i] == ACT_CPU and state.status[layer, expert] == ABSENT
+        for i in range(served):
+            expert = state.served[i] % every
+            candidate = state.status[layer, expert] == ABSENT
             if candidate and (best < 0 or prefers(state, rules, layer, expert, layer, best)):
                 best = expert
         if best < 0 or not _room(state, rules.reserve):
@@ -325,7 +335,7 @@ def demand(
     if not _fetch(state, rules, layer, experts, counts, missing[:absent], load, costs, action):
         return False
     if rules.admission == ADMIT_BACKGROUND:
-        _queue_uploads(state, rules, layer, experts, action, costs)
+        _queue_uploads(state, rules, action, costs)
     return True
 
 
@@ -367,6 +377,8 @@ def finish(
     if rules.utility:
         update_utility(state, rules, layer)
         state.worst[layer] = WORST_UNKNOWN
+    if rules.admission == ADMIT_BACKGROUND:
+        _note_served(state, layer, experts, action)
     fetched = 0
     for i in range(len(experts)):
         fetched += action[i] == ACT_FETCH

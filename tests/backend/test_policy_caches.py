@@ -195,6 +195,9 @@ def test_background_uploads_are_few_and_enter_later(random: Random, limit: int) 
 def test_an_uploaded_expert_is_a_hit_next_time() -> None:
     driver = Driver(Settings(miss_action="cpu", admission="background", admit_per_step=1), (2, 2, 2), Random(0))
     assert driver.layer_step(0, [1, 2]) == [Action.CPU, Action.CPU]
+    assert driver.brain.state.scalars[N_QUEUED] == 0, "not while the CPU reads it"
+    driver.layer_step(1, [3])
+    assert uploads(driver, 0, QUEUED) == {1}
     driver.drain()
     assert driver.kept(0) == set()
     assert driver.layer_step(0, [1, 2]) == [Action.HIT, Action.CPU]
@@ -210,29 +213,33 @@ def test_uploads_of_every_layer_find_staging_slots() -> None:
         driver.layer_step(layer, [1, 2])
         driver.drain()
     driver.brain.end_step()
-    assert [driver.kept(layer) for layer in range(LAYERS)] == [{1}] * (LAYERS - 1) + [set()]
+    assert [driver.kept(layer) for layer in range(LAYERS)] == [{1}] * (LAYERS - 2) + [set()] * 2
     for layer in range(LAYERS):
-        assert driver.begin(layer, [1]) == [Action.HIT]
+        assert driver.layer_step(layer, [1]) == [Action.HIT]
+        driver.drain()
 
 
 @pytest.mark.unit
 def test_uploads_wait_where_the_link_fetches() -> None:
-    """A layer-step that fetches queues none, and none is issued beside another copy."""
+    """A layer-step that fetches queues none, those of the layer before are given up, and none goes beside a copy."""
     chosen = Settings(miss_action="split", admission="background", admit_per_step=2)
     driver = Driver(chosen, (8,) * LAYERS, Random(0))
-    assert sorted(driver.layer_step(0, [1, 2])) == sorted([Action.CPU, Action.FETCH])
+    assert driver.layer_step(0, [1]) == [Action.CPU]
+    assert sorted(driver.layer_step(1, [1, 2])) == sorted([Action.CPU, Action.FETCH])
     assert driver.brain.state.scalars[N_QUEUED] == 0
-    assert driver.layer_step(1, [1]) == [Action.CPU]
-    assert driver.brain.state.scalars[N_QUEUED] == 1
+    assert driver.layer_step(2, [1]) == [Action.CPU]
+    assert len(uploads(driver, 1, QUEUED)) == driver.brain.state.scalars[N_QUEUED] == 1
     alone = Driver(Settings(miss_action="cpu", admission="background", admit_per_step=2), (8,) * LAYERS, Random(0))
     alone.layer_step(0, [1, 2])
+    alone.layer_step(1, [3])
     assert (alone.brain.next_copy(), alone.brain.can_issue()) == (1, False)
     alone.brain.complete(1)
     assert (alone.brain.can_issue(), alone.brain.next_copy()) == (True, 2)
-    assert alone.begin(1, [3]) == [Action.CPU]
+    assert alone.begin(2, [4]) == [Action.CPU]
     assert alone.kept(0) == {1}
     assert uploads(alone, 1, QUEUED) == {3}
-    assert alone.begin(2, [4]) == [Action.CPU]
+    alone.finish(2)
+    assert alone.begin(0, [5]) == [Action.CPU]
     assert not uploads(alone, 2, QUEUED), "as many as may be are under way"
 
 
@@ -240,6 +247,7 @@ def test_uploads_wait_where_the_link_fetches() -> None:
 def test_an_upload_joins_whatever_is_demanded_next() -> None:
     driver = Driver(Settings(miss_action="cpu", admission="background", admit_per_step=2), (2, 2, 2), Random(0))
     driver.layer_step(0, [1, 2])
+    driver.layer_step(1, [])
     driver.drain()
     assert driver.begin(0, [5]) == [Action.CPU]
     assert driver.kept(0) == {1, 2}
@@ -252,9 +260,15 @@ def test_an_upload_must_rank_above_a_resident() -> None:
         driver.layer_step(0, [7])
         driver.brain.end_step()
     driver.reconfigure(Settings(eviction="lfu", miss_action="cpu", admission="background"), (1, 1, 1))
-    driver.layer_step(0, [1])
-    assert driver.issue() == -1
+    for _ in range(2):
+        driver.layer_step(0, [1])
+        driver.layer_step(1, [])
+        assert driver.issue() == -1
     assert driver.kept(0) == {7}
+    driver.layer_step(0, [1])
+    driver.layer_step(0, [1])
+    driver.layer_step(1, [])
+    assert driver.issue() == 1
 
 
 # Prompts

@@ -61,6 +61,7 @@ def test_demand_overtakes_prefetches_and_uploads() -> None:
     """With these costs a lone miss goes to the CPU and is uploaded, of two misses one is fetched."""
     driver = make_driver((2, 2, 2), miss_action="split", admission="background")
     assert driver.layer_step(0, [1]) == [Action.CPU]
+    assert driver.layer_step(1, [2]) == [Action.CPU]
     driver.brain.prefetch(1, int32([3]))
     assert driver.begin(2, [6, 7]) == [Action.FETCH, Action.CPU]
     assert order(driver) == [(2, 6), (1, 3), (0, 1)]
@@ -163,6 +164,7 @@ def test_a_queued_upload_that_is_demanded_is_a_miss() -> None:
     """Uploads are last in the queue; a demand does not wait for one that has not begun."""
     driver = make_driver((2, 2, 2), miss_action="cpu", admission="background")
     driver.layer_step(0, [1, 2])
+    driver.layer_step(1, [])
     assert [driver.status(0, e) for e in (1, 2)] == [QUEUED, QUEUED]
     driver.issue()
     assert driver.begin(0, [1, 2]) == [Action.LATE, Action.CPU]
