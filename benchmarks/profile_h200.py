@@ -4,8 +4,8 @@
 
 Writes DIR/profile-h200-SHAPE.json (as `foreload profile` does) and DIR/microcases-h200.json: one copy, one batch of
 resident experts, one batch of CPU experts, and copies beside CPU experts, each predicted from the profile and measured
-by samples of its own, in microseconds. Those are taken beside the profile's probes of CPU experts, a case on so many
-threads right before the probe on as many: other load on the host, which comes and goes, moves both.
+by steps of its own, in microseconds. One such step follows each turn of the probe that predicts it: other load on the
+host, which comes and goes, moves both alike.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +22,18 @@ from foreload.backend.engine import Engine, EngineOptions
 from foreload.backend.models.checkpoint import Checkpoint
 from foreload.errors import FileError
 from foreload.files import write_json
-from foreload.profiler.graph_bench import Asked, GraphBench
+from foreload.profiler.bench import Stage
+from foreload.profiler.graph_bench import Asked, GraphBench, StepTimes
 from foreload.profiler.graph_cpu import Routed, computed_us, followed_us
 from foreload.profiler.probes import thread_counts
-from foreload.profiler.run import GRAPHS, Mode, bench_settings, profile
+from foreload.profiler.run import Mode, bench_settings, profile
 from foreload.profiler.schema import PROBED_CONTEXT, Measurement
-from foreload.profiler.stats import averaged, in_time, middle_of_each, summarise
+from foreload.profiler.stats import averaged, summarise
 from foreload.simulator.costs import SCALE, CostModel
 from foreload.traces.schema import Trace
 
-FULL_S, CASES_SHARE, N_SAMPLED, MOST_S = 240, 0.15, 3 * 7, 0.3
-"""Seconds that must be left for the full profile; the cases' share of the time, how often one is sampled at least, and
-the seconds that one takes at most."""
+FULL_S = 240
+"""Seconds that must be left for the full profile."""
 
 
 @dataclass(frozen=True)
@@ -52,149 +52,120 @@ class Case:
         return 100 * (self.predicted_us / self.measured_us - 1)
 
 
-def case(name: str, predicted_ns: float, times: Sequence[Measurement], samples_us: Sequence[float]) -> Case:
-    """A case out of its measurements, of each time it was sampled, and all samples."""
-    ordered, middle = sorted(samples_us), middle_of_each(times)[0].cost_us[0]
+def case(name: str, predicted_ns: float, measured: Measurement, samples_us: Sequence[float]) -> Case:
+    """A case out of its samples and what they come to."""
+    ordered, middle = sorted(samples_us), measured.cost_us[0]
     low, high = ordered[len(ordered) // 20], ordered[-1 - len(ordered) // 20]
     return Case(name, predicted_ns / 1e3, middle, 100 * (high - low) / middle, len(ordered))
 
 
-@dataclass
+Predicted = Callable[[CostModel], float]
+Summary = Callable[[str, Sequence[float]], Measurement]
+
+
 class Cases:
-    """Samples of each case, of each time it was taken, in microseconds by name; predicted afterwards."""
+    """Samples of each case in microseconds, by name, and how each is predicted and summarised."""
 
-    bench: GraphBench
-    seconds: float
-    """For each case, each time."""
-    times: dict[str, list[Measurement]] = field(default_factory=dict)
-    samples: dict[str, list[float]] = field(default_factory=dict)
-    predicted: dict[str, Callable[[CostModel], float]] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._samples: dict[str, list[float]] = {}
+        self._of: dict[str, tuple[Predicted, Summary]] = {}
+        self._turn = 0
+        self._routed: dict[str, Routed] = {}
 
-    def take(self, threads: int) -> None:
-        """What the profile measures next, on so many threads, if these are many; the link and the device first where
-        they are all.
-        """
-        if threads == thread_counts()[-1]:
-            self._link()
-            self._device()
-        if threads in thread_counts()[-2:]:
-            self._cpu(threads)
+    def after_turn(self, bench: GraphBench, probe: str, stage: Stage, threads: int) -> None:
+        """A step of a case that this probe predicts; CPU experts on many threads alone."""
+        self._turn += 1
+        if probe == "copy":
+            self._link(bench, stage)
+        elif probe == "experts_gpu":
+            self._device(bench, stage)
+        elif threads in thread_counts()[-2:]:
+            (self._alone if probe == "experts_cpu" else self._beside)(bench, stage, threads)
 
     def found(self, costs: CostModel) -> list[dict[str, Any]]:
         """What `costs` can predict and was measured, as JSON values."""
         told = []
-        for name, times in self.times.items():
+        for name, samples in self._samples.items():
+            predicted, summary = self._of[name]
             with suppress(FileError):  # there was no time for what it is predicted by
-                one = case(name, self.predicted[name](costs), times, self.samples[name])
+                one = case(name, predicted(costs), summary(name, samples), samples)
                 told.append({**asdict(one), "error_pct": one.error_pct})
         return told
 
-    def _add(
-        self,
-        name: str,
-        samples: Sequence[float],
-        predicted: Callable[[CostModel], float],
-        measured: Callable[[str, Sequence[float]], Measurement] = summarise,
-    ) -> None:
+    def _add(self, name: str, samples: Sequence[float], predicted: Predicted, summary: Summary = summarise) -> None:
         if samples:
-            self.times.setdefault(name, []).append(measured(name, samples))
-            self.samples.setdefault(name, []).extend(samples)
-            self.predicted[name] = predicted
+            self._samples.setdefault(name, []).extend(samples)
+            self._of[name] = predicted, summary
 
-    def _link(self) -> None:
-        bench, stage = self.bench, self.bench.stage("fetch")
+    def _link(self, bench: GraphBench, stage: Stage) -> None:
         k, layers = bench.shape.top_k, bench.shape.n_moe_layers
-        bench.engine.copies.spans = []
-        spans: dict[int, list[float]] = {1: [], k: []}
-        for turn in in_time(1000, self.seconds):
-            count = 1 if turn % 2 else k
-            missing = Asked.of(bench.pick(stage.absent, count, turn) + bench.pick(stage.resident, k - count, turn))
-            step = bench.step([missing if layer % 2 else Asked.of(stage.resident[:k]) for layer in range(layers)])
-            for times in step.layers if turn else []:
-                if len(times.copies) == count:
-                    spans[count].append((times.copies[-1].landed_ns - min(c.issued_ns for c in times.copies)) / 1e3)
-        bench.engine.copies.spans = None
-        for count, samples in spans.items():
-            name = "one copy" if count == 1 else f"{count} copies"
-            self._add(name, samples, lambda costs, n=count: n * costs.copy_ns + costs.cost("copy_start").host_ns)
+        count = 1 if self._turn % 2 else k
+        missing = bench.pick(stage.absent, count, self._turn) + bench.pick(stage.resident, k - count, self._turn)
+        step = bench.step([Asked.of(missing) if layer % 2 else Asked.of(stage.resident[:k]) for layer in range(layers)])
+        spans = [
+            (times.copies[-1].landed_ns - min(copy.issued_ns for copy in times.copies)) / 1e3
+            for times in step.layers
+            if len(times.copies) == count
+        ]
+        name = "one copy" if count == 1 else f"{count} copies"
+        self._add(name, spans, lambda costs: count * costs.copy_ns + costs.cost("copy_start").host_ns)
 
-    def _device(self) -> None:
-        bench, stage = self.bench, self.bench.stage("fetch")
-        k, layers = bench.shape.top_k, bench.shape.n_moe_layers
+    def _device(self, bench: GraphBench, stage: Stage) -> None:
+        count = 1 if self._turn % 2 else bench.shape.top_k
+        layers = range(bench.shape.n_moe_layers)
+        step = bench.step([Asked.of(bench.pick(stage.resident, count, self._turn + at)) for at in layers])
 
-        def predicted(costs: CostModel, count: int) -> float:
+        def predicted(costs: CostModel) -> float:
             entering = costs.cost("launch").host_ns + costs.block("attention", PROBED_CONTEXT).gpu_ns
             return entering + costs.experts_gpu(count).gpu_ns
 
-        for count in (1, k):
-            turns = list[float]()
-            for turn in in_time(1000, self.seconds):
-                step = bench.step([Asked.of(bench.pick(stage.resident, count, turn + at)) for at in range(layers)])
-                turns += [step.turn_us(layer) for layer in range(layers - 1)] if turn else []
-            name = f"{count} resident experts and entering a layer"
-            self._add(name, turns, lambda costs, n=count: predicted(costs, n))
+        turns = [step.turn_us(layer) for layer in layers[:-1]]
+        self._add(f"{count} resident experts and entering a layer", turns, predicted)
 
-    def _cpu(self, threads: int) -> None:
-        bench, k, said = self.bench, self.bench.shape.top_k, f"on {threads} threads"
-        stage, layers = bench.stage("cpu", threads), bench.shape.n_moe_layers
-        routed = Routed(stage.absent, layers)
-        alone, _ = self._computed(lambda at, _: Asked.of(routed.pick(at, k)))
-        self._add(f"{k} CPU experts {said}", alone, lambda costs: costs.experts_cpu_ns(k, threads), averaged)
-        stage = bench.stage("cpu", threads, depth=1)
-        half = len(stage.absent) // 2
-        most, mine, others = min(k, half), Routed(stage.absent[:half], layers), stage.absent[half:]
-        bench.engine.copies.spans = []
-        both, copies = self._computed(
-            lambda at, turn: Asked.of(mine.pick(at, most), bench.pick(others, most, turn + at))
+    def _alone(self, bench: GraphBench, stage: Stage, threads: int) -> None:
+        k, layers = bench.shape.top_k, bench.shape.n_moe_layers
+        name = f"{k} CPU experts on {threads} threads"
+        routed = self._routed.setdefault(name, Routed(stage.absent, layers))
+        step = bench.step([Asked.of(routed.pick(at, k)) for at in range(layers)])
+        self._add(name, _computed_us(step), lambda costs: costs.experts_cpu_ns(k, threads), averaged)
+
+    def _beside(self, bench: GraphBench, stage: Stage, threads: int) -> None:
+        layers, half = bench.shape.n_moe_layers, len(stage.absent) // 2
+        most, others = min(bench.shape.top_k, half), stage.absent[half:]
+        name = f"{most} CPU experts on {threads} threads beside copies"
+        mine = self._routed.setdefault(name, Routed(stage.absent[:half], layers))
+        step = bench.step(
+            [Asked.of(mine.pick(at, most), bench.pick(others, most, self._turn + at)) for at in range(layers)]
         )
-        bench.engine.copies.spans = None
+        bench.discard()
         self._add(
-            f"{most} CPU experts {said} beside copies",
-            both,
+            name,
+            _computed_us(step),
             lambda costs: costs.experts_cpu_ns(most, threads) * SCALE / costs.cpu_rate(most, threads),
             averaged,
         )
         self._add(
-            f"a copy beside CPU experts {said}",
-            copies,
+            f"a copy beside CPU experts on {threads} threads",
+            followed_us(step),
             lambda costs: costs.copy_ns * SCALE / costs.copy_rate(threads),
             averaged,
         )
 
-    def _computed(self, asked: Callable[[int, int], Asked]) -> tuple[list[float], list[float]]:
-        """Of every layer but the first: the CPU's time, and that of copies between two landings meanwhile.
 
-        `asked`: by layer and turn.
-        """
-        computed, copies = list[float](), list[float]()
-        for turn in in_time(1000, self.seconds):
-            step = self.bench.step([asked(at, turn) for at in range(self.bench.shape.n_moe_layers)])
-            self.bench.discard()
-            computed += [computed_us(times) for times in step.layers[1:]] if turn else []
-            copies += followed_us(step) if turn else []
-        return computed, copies
+def _computed_us(step: StepTimes) -> list[float]:
+    """The CPU's time in every layer but the first."""
+    return [computed_us(times) for times in step.layers[1:]]
 
 
 def on_engine(engine: Engine, routing: Mapping[str, Trace], until: float, out: Path) -> dict[str, Any]:
-    """Profile an open engine until `until` (`time.monotonic`), taking the cases' samples beside each measuring of CPU
-    experts; nothing of the recordings is used. An engine that launches no graphs has no cases.
+    """Profile an open engine until `until` (`time.monotonic`), with a step of the cases after turns of the probes that
+    predict them; nothing of the recordings is used. An engine that launches no graphs has no cases.
     """
     engine.apply(bench_settings(engine.shape))
     left = until - time.monotonic()
     mode: Mode = "full" if left > FULL_S else "quick"
-    begun, cases = time.monotonic(), None
-    if engine.path == GRAPHS:
-        cases = Cases(GraphBench(engine), max(0.02, min(MOST_S, left * CASES_SHARE / N_SAMPLED)))
-
-    def before_cpu(threads: int) -> None:
-        if cases is not None and time.monotonic() < until:
-            cases.take(threads)
-
-    try:
-        measured = profile(engine, mode, until=until, before_cpu=before_cpu)
-    finally:
-        if cases is not None:
-            cases.bench.close()
+    begun, cases = time.monotonic(), Cases()
+    measured = profile(engine, mode, until=until, after_turn=cases.after_turn)
     name = engine.checkpoint.name.removeprefix("shape:")
     measured.save(out / f"profile-h200-{name}.json")
     found: dict[str, Any] = {
@@ -203,7 +174,7 @@ def on_engine(engine: Engine, routing: Mapping[str, Trace], until: float, out: P
         "seconds": time.monotonic() - begun,
         "left_out": list(measured.meta.left_out),
         "noise_pct": measured.meta.noise_pct,
-        "microcases": [] if cases is None else cases.found(CostModel(measured, engine.shape)),
+        "microcases": cases.found(CostModel(measured, engine.shape)),
     }
     write_json(out / "microcases-h200.json", found)
     return found

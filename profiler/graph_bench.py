@@ -8,7 +8,7 @@ runs.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -89,15 +89,25 @@ def in_runs(layers: int, most: int, turn: int) -> list[int]:
     return [(turn + layer * most // layers) % most + 1 for layer in range(layers)]
 
 
+AfterTurn = Callable[["GraphBench", str, Stage, int], object]
+"""What else is measured after a turn of a probe: the bench, the probe, its stage, and the CPU's threads (0: none)."""
+
+
 class GraphBench(Bench):
     """Drives an engine of the graph path; leaves it with an empty cache and its own settings (`close`)."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, after_turn: AfterTurn | None = None) -> None:
         super().__init__(engine)
+        self._after_turn = after_turn
         if not isinstance(engine.forward, FastForward):
             raise InternalError("the engine launches no graphs")
         self.forward = engine.forward
         self._sampler = Sampler(Sampling())
+
+    def after_turn(self, probe: str, stage: Stage, threads: int = 0) -> None:
+        """A turn of a probe is done: whoever wants to measure something beside it has one, too."""
+        if self._after_turn is not None:
+            self._after_turn(self, probe, stage, threads)
 
     def close(self) -> None:
         """Give the engine back as it was, with an empty cache."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from random import Random
 from statistics import median
@@ -47,13 +47,10 @@ def computed_us(times: LayerTimes) -> float:
     return sum(times.host.get(kind, 0.0) for kind in ("submit", "issue", "experts_gpu", "wait_cpu"))
 
 
-def cpu_experts(
-    bench: GraphBench, effort: Effort, counts: Sequence[int], before: Callable[[int], object]
-) -> Iterator[Measurement]:
-    """All of it for these numbers of threads, each of which is told to `before` first."""
+def cpu_experts(bench: GraphBench, effort: Effort, counts: Sequence[int]) -> Iterator[Measurement]:
+    """All of it for these numbers of threads."""
     bench.stage("cpu")
     for threads in counts:
-        before(threads)
         yield from alone(bench, effort, threads)
         yield from beside_copies(bench, effort, threads)
 
@@ -66,6 +63,7 @@ def alone(bench: GraphBench, effort: Effort, threads: int) -> Iterator[Measureme
     for turn in in_time(effort.rounds * k, effort.seconds * 2):
         counts = in_runs(layers, k, turn)
         step = bench.step([Asked.of(routed.pick(at, n)) for at, n in enumerate(counts)])
+        bench.after_turn("experts_cpu", stage, threads)
         for layer, count in enumerate(counts if turn else []):
             times = step.layers[layer]
             found[count].append(times)
@@ -113,6 +111,7 @@ def beside_copies(bench: GraphBench, effort: Effort, threads: int) -> Iterator[M
         ahead = [(bench.pick(others, most, turn + at),) if beside else () for at in range(layers)]
         step = bench.step([Asked.of(routed.pick(at, n), *ahead[at]) for at, n in enumerate(counts)])
         bench.discard()
+        bench.after_turn("experts_cpu_beside_copy", stage, threads)
         for layer, count in enumerate(counts if turn else []):
             us = computed_us(step.layers[layer])
             if layer and beside:  # nothing is prefetched before the first

@@ -83,6 +83,7 @@ def _turns_by_experts(
     for turn in in_time(effort.rounds * k, effort.seconds * 2):
         counts = in_runs(layers, k, turn)
         step = bench.step([Asked.of(bench.pick(stage.resident, n, turn + at)) for at, n in enumerate(counts)])
+        bench.after_turn("experts_gpu", stage)
         if not turn:
             continue
         steps.append((counts[-1], step))
@@ -223,6 +224,7 @@ def copies(bench: GraphBench, effort: Effort, basis: Basis) -> Iterator[Measurem
                 for at, n in enumerate(counts)
             ]
         )
+        bench.after_turn("copy", stage)
         for layer, count in enumerate(counts if turn else []):
             missed[count].append(step.layers[layer])
             if count and layer + 1 < layers and len(step.layers[layer].copies) == count:

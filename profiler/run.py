@@ -20,7 +20,7 @@ from foreload.machine import cores, cpu_name, machine_name, software
 from foreload.profiler import graph_cpu, graph_probes, graph_windows, probes, windows
 from foreload.profiler.bench import Bench
 from foreload.profiler.formats import by_format
-from foreload.profiler.graph_bench import GraphBench
+from foreload.profiler.graph_bench import AfterTurn, GraphBench
 from foreload.profiler.schema import HardwareProfile, Measurement, ProfileMeta
 from foreload.profiler.stats import host_samples, middle_of_each
 from foreload.profiler.system import this_gpu
@@ -42,13 +42,13 @@ def profile(
     mode: Mode = "quick",
     progress: Callable[[str, int, int], None] | None = None,
     until: float | None = None,
-    before_cpu: Callable[[int], object] = lambda _: None,
+    after_turn: AfterTurn | None = None,
 ) -> HardwareProfile:
     """Measure every block of `engine` on this machine; `progress(name, done, total)` per group of probes.
 
     Groups that would begin after `until` (`time.monotonic`) are left out, and the profile says so. Where blocks are
-    graphs, what time is left goes to experts on the CPU on many threads, which other load disturbs most; and whenever
-    such experts are about to be measured on so many threads, `before_cpu(threads)` is called.
+    graphs, what time is left goes to experts on the CPU on many threads, which other load disturbs most, and turns of
+    some probes are followed by one of `after_turn`'s, if it is given.
     The engine keeps its settings and loses its cache. UsageError if its device memory cannot hold the few experts the
     probes need.
     """
@@ -61,7 +61,7 @@ def profile(
     noise: list[float] = []
     left_out: list[str] = []
     bench, groups, again = (
-        _graphs(engine, effort, before_cpu) if engine.path == GRAPHS else _eager(engine, effort, found)
+        _graphs(engine, effort, after_turn) if engine.path == GRAPHS else _eager(engine, effort, found)
     )
     try:
         with torch.inference_mode():
@@ -111,11 +111,11 @@ def _eager(engine: Engine, effort: probes.Effort, found: list[Measurement]) -> t
     return bench, groups, ()
 
 
-def _graphs(engine: Engine, effort: probes.Effort, before_cpu: Callable[[int], object]) -> tuple[Bench, Groups, Groups]:
+def _graphs(engine: Engine, effort: probes.Effort, after_turn: AfterTurn | None) -> tuple[Bench, Groups, Groups]:
     """What is measured where decode steps are graphs: what every step is made of three times over the run, as a device
     may be quicker at its beginning and other load comes and goes; and what is measured again as long as there is time.
     """
-    bench, basis = GraphBench(engine), graph_probes.Basis()
+    bench, basis = GraphBench(engine, after_turn), graph_probes.Basis()
 
     def windows_of() -> Iterator[Measurement]:
         yield from graph_windows.resident_windows(bench, effort, basis)
@@ -123,7 +123,7 @@ def _graphs(engine: Engine, effort: probes.Effort, before_cpu: Callable[[int], o
         yield from windows.drafts(bench, effort.rounds)
 
     def on_cpu(*counts: int) -> Iterator[Measurement]:
-        return graph_cpu.cpu_experts(bench, effort, counts or probes.thread_counts(), before_cpu)
+        return graph_cpu.cpu_experts(bench, effort, counts or probes.thread_counts())
 
     groups: Groups = (
         ("decode blocks", lambda: graph_probes.blocks(bench, effort, basis)),
