@@ -1,6 +1,7 @@
 # make demo | test | check | bench. Each makes .venv on first use, with the pinned versions of constraints.txt.
 
 PYTHON ?= python3
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -11,8 +12,9 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 demo: $(STAMP)
 	$(BIN)/foreload demo $(ARGS)
 
+# In two processes; each computes on one thread, or they would wait for each other's.
 test: check
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 # Types are checked on the installed layout: mypy cannot follow the mapping of folders to packages.
 check: $(STAMP)
