@@ -24,6 +24,9 @@ from foreload.profiler.schema import PROBED_CONTEXT, Measurement
 from foreload.profiler.stats import averaged, in_time, summarise, summarise_device
 from foreload.settings import MAX_PREFETCH_DEPTH, Settings
 
+APART = 8
+"""Layers between two copies of which each is to be alone."""
+
 
 @dataclass
 class Basis:
@@ -232,58 +235,90 @@ def copies(bench: GraphBench, effort: Effort, basis: Basis) -> Iterator[Measurem
     bench.engine.copies.spans = None
     measured = list(_of_copies(bench, missed))
     yield from measured
-    us = {one.probe: one.p50_us for one in measured}
+    copy_us = next(one.p50_us for one in measured if one.probe == "copy")
+    alone = _alone_us(bench, effort) or _bursts(missed)[0]
+    start = summarise("copy_start", [max(0.0, us - copy_us) for us in alone])
+    yield start
     plan = median(times.host["plan"] for found in missed.values() for times in found)
-    rest = plan + us["copy_start"] + basis.enter_us  # one expert is part of the latency
-    waits = [max(0.0, turn - count * us["copy"] - rest) for count, turn in turns]
+    rest = plan + start.p50_us + basis.enter_us  # one expert is part of the latency
+    waits = [max(0.0, turn - count * copy_us - rest) for count, turn in turns]
     yield averaged("wait", waits or [0.0])  # whatever else lies between routing and routing
+
+
+def _alone_us(bench: GraphBench, effort: Effort) -> list[float]:
+    """Copies with none before them, from issue to landing, while the host has nothing to do but watch: prefetches in
+    steps that miss nothing.
+    """
+    stage, k, found = bench.stage("fetch", depth=1), bench.shape.top_k, list[float]()
+    bench.engine.copies.spans = []
+    for turn in in_time(effort.rounds, effort.seconds):
+        asked = []
+        for at in range(bench.shape.n_moe_layers):
+            ahead = (bench.pick(stage.absent, 1, turn + at),) if at % APART == 0 else ()
+            asked.append(Asked.of(bench.pick(stage.resident, k, turn + at), *ahead))
+        step = bench.step(asked)
+        bench.discard()
+        copies = sorted((copy for times in step.layers for copy in times.copies), key=lambda copy: copy.issued_ns)
+        before = [0, *(copy.landed_ns for copy in copies)]
+        found += [
+            (copy.landed_ns - copy.issued_ns) / 1e3
+            for landed_ns, copy in zip(before, copies, strict=False)
+            if turn and landed_ns < copy.issued_ns
+        ]
+    bench.engine.copies.spans = None
+    return found
+
+
+def _bursts(missed: dict[int, list[LayerTimes]]) -> tuple[list[float], list[float]]:
+    """Of layer-steps with copies, how long the first took, and from landing to landing."""
+    every = [times for count, found in missed.items() if count for times in found if times.copies]
+    bursts = [sorted(times.copies, key=lambda copy: copy.landed_ns) for times in every]
+    gaps = [(b.landed_ns - a.landed_ns) / 1e3 for burst in bursts for a, b in pairwise(burst)]
+    return [(burst[0].landed_ns - burst[0].issued_ns) / 1e3 for burst in bursts], gaps
 
 
 def _of_copies(bench: GraphBench, missed: dict[int, list[LayerTimes]]) -> Iterator[Measurement]:
     """What layer-steps by the number of their misses tell of the link and of the host that serves it."""
-    every = [times for count, found in missed.items() if count for times in found if times.copies]
-    bursts = [sorted(times.copies, key=lambda copy: copy.landed_ns) for times in every]
-    gaps = [(b.landed_ns - a.landed_ns) / 1e3 for burst in bursts for a, b in pairwise(burst)]
-    firsts = [(burst[0].landed_ns - burst[0].issued_ns) / 1e3 for burst in bursts]
+    firsts, gaps = _bursts(missed)
     gaps = gaps or firsts
     pinned = int(bench.engine.slab.pinned)
     yield summarise("copy", gaps, bytes=bench.engine.expert_bytes, pinned=pinned)
-    yield summarise("copy_start", [max(0.0, us - median(gaps)) for us in firsts])
     none = missed[0]
     idle = median(times.host["issue"] for times in none)
     two = [times.host["issue"] for count, found in missed.items() if count > 1 for times in found] or [idle]
     yield averaged("issue", [max(0.0, us - idle) / 2 for us in two])
-    launch = median(times.host["experts_gpu"] for times in none)
-    few = [(times.host["experts_gpu"] - launch) / count for count in (1, 2) for times in missed.get(count, [])]
-    yield averaged("late", [max(0.0, us) for us in few])
+    yield from _late(missed)
     host = [times.host["plan"] + times.host["finish"] for times in none]
     longest = max(count for count, found in missed.items() if found)
     waited = max(1, round((longest - 1) * median(gaps)))
     yield summarise("after_wait", host, wait_us=waited)
 
 
+def _late(missed: dict[int, list[LayerTimes]]) -> Iterator[Measurement]:
+    """What experts behind their copies take the host: a second one more than one, and that one besides."""
+    launch = median(times.host["experts_gpu"] for times in missed[0])
+    beyond = {n: [times.host["experts_gpu"] - launch for times in missed.get(n, [])] for n in (1, 2)}
+    alone = averaged("bring", beyond[1] or [0.0]).cost_us[0]
+    late = averaged("late", [max(0.0, us - alone) for us in beyond[2]] or [max(0.0, us) for us in beyond[1]] or [0.0])
+    yield late
+    yield averaged("bring", [max(0.0, us - late.cost_us[0]) for us in beyond[1]] or [0.0])
+
+
 def company(bench: GraphBench, effort: Effort, basis: Basis) -> Iterator[Measurement]:
     """Steps that miss nothing, with and without prefetches beside them that nothing uses."""
     stage, k, layers = bench.stage("fetch", depth=1), bench.shape.top_k, bench.shape.n_moe_layers
     turns: dict[bool, list[float]] = {True: [], False: []}
-    host: dict[bool, list[float]] = {True: [], False: []}
-    landed, seen = 0, 0
-    bench.engine.copies.spans = []
+    host = list[float]()
     for turn in in_time(2 * effort.rounds, effort.seconds * 2):
         beside = turn % 2 == 1
         ahead = (bench.pick(stage.absent, k, turn),) if beside else ()
         step = bench.step([Asked.of(bench.pick(stage.resident, k, turn), *ahead)] * layers)
         for layer in range(1, layers - 1):  # the first one is still without company
             turns[beside].append(step.turn_us(layer) - basis.latency_us)
-            host[beside].append(step.layers[layer].host["plan"] + step.layers[layer].host["finish"])
-        if beside:
-            landed, seen = landed + sum(len(times.copies) for times in step.layers), seen + layers
+            if not beside:
+                host.append(step.layers[layer].host["plan"] + step.layers[layer].host["finish"])
         bench.discard()
-    bench.engine.copies.spans = None
-    alone = host[False] or [0.0]
-    yield summarise("after_wait", alone, wait_us=0)
-    per_copy = max(0.0, median(host[True] or [0.0]) - median(alone)) * seen / max(1, landed)
-    yield summarise("interrupt", [per_copy])
+    yield summarise("after_wait", host or [0.0], wait_us=0)
     for beside, samples in turns.items():
         if samples:
             yield summarise_device("gpu_beside_copy", [0.0], [max(0.0, us) for us in samples], copies=int(beside))

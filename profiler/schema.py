@@ -44,7 +44,7 @@ Probes (the names are a contract between profiler and cost model). `p50_us` is t
     sample          tokens                    choosing at a temperature after looking at that many places of a window
 
 On the graph path (`meta.path` is "graphs") blocks are graphs and the host's work between them. There are no route, both
-and after_wait at other waits than measured, and these are other or more; the others are as above.
+and interrupt, no after_wait at other waits than measured, and these are other or more; the others are as above.
 
     attention       context                   entering a layer: sum of the one before, attention, routing, telling it;
                                               host: launching one graph
@@ -59,11 +59,12 @@ and after_wait at other waits than measured, and these are other or more; the ot
     plan            copies                    from being told until the device may run residents, without copies (0)
     issue                                     issuing one copy on the decoding thread
     late                                      launching one expert behind its copy
+    bring                                     telling the device of such experts, of all that are issued at once
     finish                                    brain.finish, and issuing what it queued
     head                                      host: after the last layer's experts; device: output, choice, until known
     whole           context                   a step of one launch, all experts resident, until its token is known
     copy            bytes, pinned             of experts: one behind another; else as above
-    copy_start                                what the first of several copies takes longer
+    copy_start                                what a copy with none before it takes longer
     wait                                      from a landing to the start of what waits for it: what a layer-step with
                                               misses takes beyond everything else
     gpu_beside_copy copies                    entering and k resident experts, without copies (0), beside some (1)

@@ -335,8 +335,8 @@ class CostModel:
 
     @cached_property
     def interrupt_ns(self) -> int:
-        """What the decoding thread loses when a copy lands and the next is issued while it works."""
-        return self.cost("interrupt").host_ns
+        """What the decoding thread loses when a copy lands while it works; with graphs, where it issues the next."""
+        return self.cost("issue" if self.graphs else "interrupt").host_ns
 
     @cached_property
     def _longest_wait_us(self) -> int:

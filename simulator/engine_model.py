@@ -72,6 +72,7 @@ class EngineModel:
         self.sampled = False  # whether tokens are drawn, as the recording says
         self._speculated = frozenset(settings.speculated(shape))
         self._wake_ns, self._issue_wake_ns = costs.cost("wait").host_ns, times.host_wake_ns
+        self._bring_ns = times.bring_ns
         self.after_cpu = False  # whether the last layer-step waited for CPU experts
         self._open = -1  # layer-step that is not finished yet
         self._coming: list[int] = []  # keys of the copies it runs on
@@ -230,7 +231,7 @@ class EngineModel:
         """Run the experts that come over the link, in its order; their tokens as for `CostModel.experts_gpu`."""
         base = layer * self.shape.experts
         mine = {base + expert for expert in tokens}
-        at, link = 0, self.link
+        at, brought, link = 0, 0, self.link
         while mine:
             yield from self.settle()
             if at == len(link.log):
@@ -243,6 +244,9 @@ class EngineModel:
             at += 1
             if key in mine:
                 mine.remove(key)
+                if at > brought:
+                    brought = len(link.log)
+                    self.clock.spend("experts_gpu", self._bring_ns, layer)
                 yield from self.device.arrived(key, layer, key - base, tokens[key - base])
 
     def _finish(self) -> Process:

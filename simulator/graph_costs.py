@@ -114,6 +114,8 @@ class DeviceTimes:
     asleep_ns: int = 0  # what CPU experts take longer
     rest_ns: int = 0  # after so long a rest
     host_wake_ns: int = 0  # from an issue to the host going on
+    bring_ns: int = 0  # host: before launching experts behind copies, telling the device of those that are issued
+    driven: bool = False  # the decoding thread issues copies itself
 
     @classmethod
     def of(cls, costs: CostModel, settings: Settings) -> DeviceTimes:
@@ -129,4 +131,6 @@ class DeviceTimes:
         if on_cpu and costs.measured("cpu_asleep"):
             asleep = costs.cost("cpu_asleep", 0, threads).host_ns
             rest = 1000 * costs.profile.points("cpu_asleep", threads=threads)[0].at["idle_us"]
-        return cls(costs.cost("launch").host_ns, costs.cost("copy_start").host_ns, rate, asleep, rest)
+        launch, start = costs.cost("launch").host_ns, costs.cost("copy_start").host_ns
+        bring = costs.cost("bring").host_ns if costs.measured("bring") else 0
+        return cls(launch, start, rate, asleep, rest, bring_ns=bring, driven=True)

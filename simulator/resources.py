@@ -140,7 +140,7 @@ class Link:
         self.issued: deque[int] = deque()  # keys in the stream, the transferring one first
         self.log: list[int] = []  # keys in the order of issue since `watch`
         self.landed_at: dict[int, int] = {}
-        self.interruptions = 0  # copies that landed while the host was working
+        self.interruptions = 0  # copies that landed, or that it had to issue then, while the host was working
         self._env, self._sharing, self._brain, self._timeline = env, sharing, brain, timeline
         self._copy_ns, self._bytes = costs.copies_ns, costs.layer_bytes
         self._landing: dict[int, simpy.Event] = {}
@@ -192,14 +192,15 @@ class Link:
 
     def _arrived(self) -> None:
         key = self.issued.popleft()
-        self.interruptions += self._working()
+        working = self._working()
         if self._timeline.on:
             self._record(key)
         self._brain.complete(key)
         self.landed_at[key] = self._env.now
         if self.issued:
             self._transfer()
-        self.pump()
+        issued = self.pump()
+        self.interruptions += working * (issued if self._times.driven else 1)
         waiter = self._landing.pop(key, None)
         if waiter is not None:
             fire(waiter)

@@ -209,7 +209,7 @@ def copied(
     action: NDArray[np.int8],
 ) -> None:
     """Run the experts that come over the link, in its order."""
-    total, left, at = p.status.shape[1], 0, 0
+    total, left, at, brought = p.status.shape[1], 0, 0, 0
     for i in range(len(experts)):
         m.done[i] = action[i] == step.ACT_CPU or action[i] == step.ACT_HIT
         left += not m.done[i]
@@ -227,6 +227,9 @@ def copied(
             if not m.done[i] and key == layer * total + experts[i]:
                 m.done[i] = True
                 left -= 1
+                if at > brought:
+                    brought = m.at[N_LOG]
+                    spend(m, EXPERTS_GPU, r.bring_ns)
                 _came(m, r, b, p, key, counts[i] if window else 0)
 
 

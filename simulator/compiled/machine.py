@@ -93,12 +93,14 @@ class Rates(NamedTuple):
     copy_ns: NDArray[np.int64]  # [L]
     copy_rate: int  # of SCALE, beside CPU experts
     wake_ns: int
-    latency_ns: int  # this and the next five as in `graph_costs.DeviceTimes`
+    latency_ns: int  # this and the next seven as in `graph_costs.DeviceTimes`
     copy_start_ns: int
     gpu_rate: int
     asleep_ns: int
     rest_ns: int
     host_wake_ns: int
+    bring_ns: int
+    driven: bool
     cpu_ns: NDArray[np.int64]  # [F, K + 1, T + 1] by tokens; 0: of a single token's step
     cpu_varies: NDArray[np.int64]  # [n] factors of it, of SCALE, that batches have in turn
     cpu_rate: NDArray[np.int64]  # [K + 1] beside a copy
@@ -309,8 +311,7 @@ def _arrived(m: Machine, r: Rates, p: PolicyState) -> None:
     key = m.issued[0]
     m.issued[0] = m.issued[1]
     m.at[N_ISSUED] -= 1
-    if m.at[NOW] < m.at[HOST]:
-        m.at[INTERRUPTIONS] += 1
+    working = m.at[NOW] < m.at[HOST]
     copies.complete(p, key)
     m.landed_at[key], m.landed_in[key] = m.at[NOW], m.at[WATCH]
     for i in range(m.at[N_LAUNCHED]):  # a log that begins anew does not know of it when the stream comes there
@@ -319,7 +320,9 @@ def _arrived(m: Machine, r: Rates, p: PolicyState) -> None:
             m.launch[entry, L_LANDED] = m.at[NOW]
     if m.at[N_ISSUED]:
         start_job(m, r, LINK, r.copy_ns[m.issued[0] // p.status.shape[1]], 0)
-    pump(m, r, p)
+    issued = pump(m, r, p)
+    if working:
+        m.at[INTERRUPTIONS] += issued if r.driven else 1
     host = m.at[HOST_WAIT] == ON_LANDING and m.at[HOST_KEY] == key
     stream = m.at[STREAM] == S_LANDING and m.at[STREAM_KEY] == key
     if host and (not stream or m.at[HOST_FIRST]):

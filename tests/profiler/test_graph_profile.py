@@ -31,7 +31,7 @@ from foreload.simulator.compiled import simulate
 from foreload.simulator.costs import CostModel
 
 EFFORT = replace(probes.QUICK, rounds=3, contexts=(1, 32), chunks=(1, 8), sizes=(1 << 14,), seconds=0.02, depth=2)
-EAGER_ALONE = {"route", "both", "window_route"}
+EAGER_ALONE = {"route", "both", "interrupt", "window_route"}
 MAY_LACK = {"draft_model", "to_host", "both_ways", "storage"}
 """Without a draft model or a GPU."""
 pytestmark = pytest.mark.filterwarnings("ignore:profile. a fixed block varied")

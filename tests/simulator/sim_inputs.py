@@ -114,7 +114,7 @@ def make_graph_profile(shape: ModelShape, copy_us: float = 100.0, slow_us: float
         add("whole", 0, shape.n_moe_layers * (us + 5 * shape.top_k) + 20, context=context)
     for probe, host, device in (
         ("launch", 4, 0), ("embed", 12, 0), ("finish", 9, 0), ("head", 2, 40), ("issue", 1.5, 0),
-        ("late", 3.5, 0), ("wait", 2.5, 0), ("copy_start", 6, 0), ("submit", 5, 0),
+        ("late", 3.5, 0), ("bring", 2, 0), ("wait", 2.5, 0), ("copy_start", 6, 0), ("submit", 5, 0),
         ("enter_cpu", 0, 3), ("replayed", 0, 5),
     ):  # fmt: skip
         add(probe, host, device)
