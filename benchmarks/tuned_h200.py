@@ -43,11 +43,12 @@ FILE, PREPARED = "tuned-h200.json", "tuned-h200-prepared.json"
 RATIOS = (0.17, 0.25, 0.05, 0.5)
 LINKS = (None, 12_000_000_000)
 CONTEXT, WARM, STEPS = 1024, 8, 20
-PREPARE_SHARE, FULL_LINK_SHARE, MEASURE_SHARE = 0.4, 0.6, 0.95
-FEW = {"grid": 3, "presets": 2}
-"""Of the best of each, those that are measured first."""
+PREPARE_SHARE, FULL_LINK_SHARE, MEASURE_SHARE = 0.4, 0.5, 0.95
+SLOW = 1.5
+"""Settings simulated to take so many times the fastest of their cache size are measured once, after some rounds."""
 NEAR, MOST, FEW_ROUNDS = 1.06, 9, 3
-"""Settings that take no longer than so many times the fastest of their cache size have up to so many repeats."""
+"""Settings that take no longer than so many times the fastest of their cache size have up to so many repeats, and more
+than the least before those that are slow."""
 
 
 def on_engine(engine: Engine, routing: Mapping[str, Trace], until: float, out: Path) -> dict[str, Any]:
@@ -123,19 +124,18 @@ def _measure_link(
     until: float,
     out: Path,
 ) -> None:
-    """Rounds on one link: what decides regret, the rest, and again and again what is near the best; simulations."""
+    """Rounds on one link: what may be the fastest, then again what is near it, the rest in between; simulations."""
     decide_by(engine, costs)
     groups = [
         cells(of, workload.name, context) for of in prepared["budgets"].values() if of["link_bytes_per_s"] == link
     ]
-    telling = [cell for one, _ in groups for cell in one]
-    others = [cell for few in zip_longest(*(rest for _, rest in groups)) for cell in few if cell]
+    quick = [cell for one, _ in groups for cell in one]
+    slow = [cell for few in zip_longest(*(rest for _, rest in groups)) for cell in few if cell]
     beside, known = Beside(engine, [workload], until, link), list(found["rows"])
-    tuned = [cell for cell in telling if is_tuned(cell.name)]
-    first = (telling, [*tuned, *others])
     for turn in range(MOST):
-        beside.round(first[turn] if turn < 2 else [cell for both in groups for cell in near(*both)])
-        now = [row(cell, engine) | {"link_bytes_per_s": link} for cell in (*telling, *others)]
+        again = [cell for both in groups for cell in near(*both)]
+        beside.round(quick if not turn else [*again, *(slow if turn == FEW_ROUNDS else [])])
+        now = [row(cell, engine) | {"link_bytes_per_s": link} for cell in (*quick, *slow)]
         found["rows"] = known + now
         found["regret"] = regrets(found)
         write_json(out / FILE, found)
@@ -143,9 +143,9 @@ def _measure_link(
         simulate_rows(now, [workload], costs, until + 10)
 
 
-def near(telling: Sequence[Cell], others: Sequence[Cell]) -> list[Cell]:
+def near(quick: Sequence[Cell], slow: Sequence[Cell]) -> list[Cell]:
     """Of a budget's cells the tuned one and those that may be the fastest."""
-    measured = [cell for cell in (*telling, *others) if cell.runs]
+    measured = [cell for cell in (*quick, *slow) if cell.runs]
     most = NEAR * min((cell.tpot_ms for cell in measured), default=0.0)
     return [cell for cell in measured if cell.tpot_ms <= most or is_tuned(cell.name)]
 
@@ -163,22 +163,20 @@ def simulate_measured(found: dict[str, Any], inputs: Inputs, workload: Workload)
 
 
 def cells(of: Mapping[str, Any], workload: str, context: int) -> tuple[list[Cell], list[Cell]]:
-    """Distinct settings of a budget: those that decide regret, and the rest; equal ones share a cell and its name.
-
-    Those that are simulated fastest come first.
+    """Distinct settings of a budget, those that may be the fastest and the slow ones; equal ones share a cell and its
+    name. Those that are simulated fastest come first.
     """
     named: dict[str, tuple[dict[str, Any], float]] = {name: tuple(entry) for name, entry in of["named"].items()}
     named |= {f"grid {at}": tuple(entry) for at, entry in enumerate(of["grid"], 1)}
     ordered = sorted(named, key=lambda name: named[name][1])
-    presets = [name for name in ordered if name.startswith("preset ")]
-    first = {"tuned", *(f"grid {at}" for at in range(1, FEW["grid"] + 1)), *presets[: FEW["presets"]]}
+    most = SLOW * named[ordered[0]][1]
     alike: dict[Settings, list[str]] = {}
     for name in ordered:
         alike.setdefault(Settings.parse(named[name][0]), []).append(name)
     made: tuple[list[Cell], list[Cell]] = ([], [])
     for settings, names in alike.items():
         cell = Cell(" = ".join(names), workload, settings, context, of["cache_ratio"])
-        made[0 if first & set(names) else 1].append(cell)
+        made[0 if is_tuned(cell.name) or named[names[0]][1] <= most else 1].append(cell)
     return made
 
 
