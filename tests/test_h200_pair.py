@@ -107,7 +107,8 @@ def test_lanes_share_the_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert [(lane.gpu, min(lane.cores), len(lane.cores)) for lane in seen] == [(0, 0, 16), (1, 16, 16), (1, 16, 16)]
     assert "train" not in {step.name for step in seen[1].steps}
     h200_pair.main(["--out", str(tmp_path), "--cores", "16", "--minutes", "1", "--gpus", "1"])
-    assert [(lane.gpu, len(lane.cores)) for lane in seen[3:]] == [(0, 16)]
+    assert [(lane.gpu, len(lane.cores)) for lane in seen[3:]] == [(0, 16), (0, 8)]
+    assert [step.limit_s for step in seen[4].steps] == [150], "loading takes longer"
     last = seen[1].steps[-1]
     assert not last.ready()
     (tmp_path / "gpt-oss-20b.log").touch()
