@@ -297,11 +297,11 @@ def _of_copies(bench: GraphBench, missed: dict[int, list[LayerTimes]]) -> Iterat
 def _late(missed: dict[int, list[LayerTimes]]) -> Iterator[Measurement]:
     """What experts behind their copies take the host: a second one more than one, and that one besides."""
     launch = median(times.host["experts_gpu"] for times in missed[0])
-    beyond = {n: [times.host["experts_gpu"] - launch for times in missed.get(n, [])] for n in (1, 2)}
-    alone = averaged("bring", beyond[1] or [0.0]).cost_us[0]
-    late = averaged("late", [max(0.0, us - alone) for us in beyond[2]] or [max(0.0, us) for us in beyond[1]] or [0.0])
+    one, two = ([max(0.0, times.host["experts_gpu"] - launch) for times in missed.get(n, [])] for n in (1, 2))
+    alone = averaged("late", one or [0.0])
+    late = averaged("late", [max(0.0, us - alone.cost_us[0]) for us in two]) if two else alone
     yield late
-    yield averaged("bring", [max(0.0, us - late.cost_us[0]) for us in beyond[1]] or [0.0])
+    yield averaged("bring", [max(0.0, us - late.cost_us[0]) for us in one] or [0.0])
 
 
 def company(bench: GraphBench, effort: Effort, basis: Basis) -> Iterator[Measurement]:

@@ -280,8 +280,7 @@ def watch(m: Machine) -> None:
     """Start a new log, beginning with what is in the stream."""
     m.at[WATCH] += 1
     m.at[N_LOG] = m.at[N_ISSUED]
-    for i in range(m.at[N_ISSUED]):
-        m.log[i] = m.issued[i]
+    m.log[0], m.log[1] = m.issued[0], m.issued[1]
 
 
 @inlined
@@ -311,7 +310,6 @@ def _arrived(m: Machine, r: Rates, p: PolicyState) -> None:
     key = m.issued[0]
     m.issued[0] = m.issued[1]
     m.at[N_ISSUED] -= 1
-    working = m.at[NOW] < m.at[HOST]
     copies.complete(p, key)
     m.landed_at[key], m.landed_in[key] = m.at[NOW], m.at[WATCH]
     for i in range(m.at[N_LAUNCHED]):  # a log that begins anew does not know of it when the stream comes there
@@ -321,7 +319,7 @@ def _arrived(m: Machine, r: Rates, p: PolicyState) -> None:
     if m.at[N_ISSUED]:
         start_job(m, r, LINK, r.copy_ns[m.issued[0] // p.status.shape[1]], 0)
     issued = pump(m, r, p)
-    if working:
+    if m.at[NOW] < m.at[HOST]:
         m.at[INTERRUPTIONS] += issued if r.driven else 1
     host = m.at[HOST_WAIT] == ON_LANDING and m.at[HOST_KEY] == key
     stream = m.at[STREAM] == S_LANDING and m.at[STREAM_KEY] == key
@@ -495,9 +493,8 @@ def _happen(m: Machine, r: Rates, p: PolicyState, what: int) -> None:
     elif what == 3:
         _stream(m, r)
     elif what == 4:
-        busy = at[STREAM] != S_IDLE
-        at[WORK] = W_PAST if busy else W_NONE
-        if not busy:
+        at[WORK] = W_NONE if at[STREAM] == S_IDLE else W_PAST
+        if at[STREAM] == S_IDLE:
             _stream(m, r)
     else:
         at[HOST_WAIT] = RUNNING
