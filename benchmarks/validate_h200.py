@@ -21,7 +21,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -191,11 +190,10 @@ def rows(
 
 
 def compared(cell: Cell, expert_bytes: int) -> Comparison:
-    """Predicted beside measured; counters are those of the repeat in the middle."""
+    """Predicted beside measured; counters are those of all turns."""
     assert cell.predicted is not None
     times = [run.tpot_ns for run in cell.repeats]
-    middle = min(cell.repeats, key=lambda run: abs(run.tpot_ns - median(times)))
-    return Comparison(cell.trial.settings, cell.predicted.figures, times, middle.figures(expert_bytes))
+    return Comparison(cell.trial.settings, cell.predicted.figures, times, joined(cell.runs).figures(expert_bytes))
 
 
 def validate(
