@@ -286,7 +286,7 @@ def _of_copies(bench: GraphBench, missed: dict[int, list[LayerTimes]]) -> Iterat
     none = missed[0]
     idle = median(times.host["issue"] for times in none)
     two = [times.host["issue"] for count, found in missed.items() if count > 1 for times in found] or [idle]
-    yield averaged("issue", [max(0.0, us - idle) / 2 for us in two])
+    yield summarise("issue", [max(0.0, us - idle) / 2 for us in two])
     yield from _late(missed)
     host = [times.host["plan"] + times.host["finish"] for times in none]
     longest = max(count for count, found in missed.items() if found)
@@ -295,13 +295,15 @@ def _of_copies(bench: GraphBench, missed: dict[int, list[LayerTimes]]) -> Iterat
 
 
 def _late(missed: dict[int, list[LayerTimes]]) -> Iterator[Measurement]:
-    """What experts behind their copies take the host: a second one more than one, and that one besides."""
+    """What experts behind their copies take the host: a second one more than one, and that one besides. Medians, since
+    the means of differences that are cut off at 0 are too large.
+    """
     launch = median(times.host["experts_gpu"] for times in missed[0])
     one, two = ([max(0.0, times.host["experts_gpu"] - launch) for times in missed.get(n, [])] for n in (1, 2))
-    alone = averaged("late", one or [0.0])
-    late = averaged("late", [max(0.0, us - alone.cost_us[0]) for us in two]) if two else alone
+    alone = median(one or [0.0])
+    late = summarise("late", [max(0.0, us - alone) for us in two] or one or [0.0])
     yield late
-    yield averaged("bring", [max(0.0, us - late.cost_us[0]) for us in one] or [0.0])
+    yield summarise("bring", [max(0.0, us - late.p50_us) for us in one] or [0.0])
 
 
 def company(bench: GraphBench, effort: Effort, basis: Basis) -> Iterator[Measurement]:
