@@ -126,7 +126,7 @@ def beside_copies(bench: GraphBench, effort: Effort, threads: int) -> Iterator[M
     for with_copies, samples in behind.items():
         if samples:
             yield averaged("gpu_behind_cpu", [0.0], samples, copies=int(with_copies), threads=threads)
-    yield averaged("copy_beside_cpu", copies or _copies_us(bench, effort, threads), threads=threads)
+    yield varied("copy_beside_cpu", copies or _copies_us(bench, effort, threads), threads=threads)
 
 
 def followed_us(step: StepTimes) -> list[float]:

@@ -26,8 +26,9 @@ from foreload.units import us_to_ns
 
 SCALE = 1 << 20
 """Work done per nanosecond by a resource that nothing slows down."""
-GOLDEN = 2654435769
-"""2 ** 32 over the golden ratio: multiples of it, modulo 2 ** 32, are spread evenly, however few there are."""
+GOLDEN, SILVER = 2654435769, 1779033703
+"""Of 2 ** 32, the golden ratio's inverse and the square root of 2 less 1: multiples of each, modulo 2 ** 32, are spread
+evenly, however few there are, and those of one say nothing of the other's."""
 
 _EVENLY = np.linspace(0, 1, 16)
 _SEVERITY: tuple[Source, ...] = ("measured", "interpolated", "extrapolated", "assumed")
@@ -373,11 +374,11 @@ class CostModel:
         found = self._plane("window_experts_cpu", threads).host_ns(experts, tokens)
         return max(1, found + self._window_shift("experts_cpu", experts, threads)[0])
 
-    def cpu_varies(self, threads: int) -> tuple[int, ...]:
-        """Equally likely factors of CPU experts' time, of SCALE and so in the mean, as layer-steps of the profile had
-        them; ascending. One alone if it does not say.
+    def varies(self, probe: str, threads: int) -> tuple[int, ...]:
+        """Equally likely factors of what `probe` took on or beside so many threads, of SCALE and so in the mean, as the
+        profile had them; ascending. One alone if it does not say.
         """
-        held = [m for m in self.profile.measurements if m.probe == "experts_cpu" and m.at.get("threads") == threads]
+        held = [m for m in self.profile.measurements if m.probe == probe and m.at.get("threads") == threads]
         parts = [(m.parts_us, m.repeats) for m in held if m.parts_us and sum(m.parts_us)]
         shares = [np.interp(_EVENLY, np.linspace(0, 1, len(us)), np.asarray(us) / np.mean(us)) for us, _ in parts]
         if not shares:

@@ -54,7 +54,8 @@ class EngineModel:
         self.timeline = Timeline(timeline)
         self.clock = HostClock(self.env, self.timeline)
         sharing, times = Sharing(self.env, costs, settings.cpu_threads), DeviceTimes.of(costs, settings)
-        self.link = Link(self.env, sharing, self.brain, costs, self.timeline, lambda: self.clock.ahead, times)
+        varies = costs.varies("copy_beside_cpu", settings.cpu_threads)
+        self.link = Link(self.env, sharing, self.brain, costs, self.timeline, lambda: self.clock.ahead, times, varies)
         self.cpu = CpuPool(self.env, sharing, costs, settings.cpu_threads, self.timeline, times)
         self._graphs = GraphCosts(costs, settings) if costs.graphs else None
         parts = (self.env, costs, sharing, self.link, self.clock, self.timeline, times)

@@ -8,7 +8,7 @@ elapsed, rounded down, and its completion is rounded up. At equal times jobs com
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, cast
 
 import simpy
@@ -16,7 +16,7 @@ from simpy.events import EventPriority
 
 from foreload.backend.policy import Brain
 from foreload.backend.policy.state import AHEAD, DECODE, DEMAND, PREFETCH, UPLOAD
-from foreload.simulator.costs import GOLDEN, SCALE, CostModel
+from foreload.simulator.costs import GOLDEN, SCALE, SILVER, CostModel
 from foreload.simulator.graph_costs import DeviceTimes
 from foreload.simulator.timeline import Timeline
 
@@ -55,6 +55,11 @@ class _Job:
         self.generation = 0
         self.remaining, self.rate, self.since, self.experts = 0, 0, 0, 0
         self.done: Callable[[], object] = lambda: None
+
+
+def in_turn(factors: Sequence[int], turn: int, stride: int) -> int:
+    """Factors spread evenly over turns; `stride`: GOLDEN or SILVER."""
+    return factors[(turn * stride & 0xFFFFFFFF) * len(factors) >> 32]
 
 
 class Sharing:
@@ -133,9 +138,13 @@ class Link:
         timeline: Timeline,
         working: Callable[[], bool],
         times: DeviceTimes,
+        varies: Sequence[int],
     ) -> None:
-        """`working()` says whether the host is at work now, and not waiting."""
+        """`working()` says whether the host is at work now, and not waiting; `varies`: factors of SCALE that copies
+        which begin beside CPU experts have in turn.
+        """
         self._working, self._times = working, times
+        self._varies, self._beside = varies, 0
         self.phase = DECODE
         self.issued: deque[int] = deque()  # keys in the stream, the transferring one first
         self.log: list[int] = []  # keys in the order of issue since `watch`
@@ -187,8 +196,11 @@ class Link:
 
     def _transfer(self, start_ns: int = 0) -> None:
         self._begun = self._env.now
-        layer = self.issued[0] // self._brain.shape.experts
-        self._sharing.start(LINK, self._copy_ns[layer] + start_ns, self._arrived)
+        work_ns = self._copy_ns[self.issued[0] // self._brain.shape.experts]
+        if self._sharing.active(CPU):
+            work_ns = work_ns * in_turn(self._varies, self._beside, SILVER) // SCALE
+            self._beside += 1
+        self._sharing.start(LINK, work_ns + start_ns, self._arrived)
 
     def _arrived(self) -> None:
         key = self.issued.popleft()
@@ -226,7 +238,7 @@ class CpuPool:
         self._env, self._sharing, self._costs, self._threads = env, sharing, costs, threads
         self._timeline, self._times = timeline, times
         self._rested_since = -times.rest_ns - 1  # its workers sleep at first
-        self._varies, self._batches = costs.cpu_varies(threads), 0
+        self._varies, self._batches = costs.varies("experts_cpu", threads), 0
         self._result: simpy.Event | None = None
 
     @property
@@ -245,8 +257,8 @@ class CpuPool:
                 fire(self._result)
                 self._result = None
 
-        turn = (self._batches * GOLDEN & 0xFFFFFFFF) * len(self._varies) >> 32
-        work_ns = self._costs.at(layer).experts_cpu_ns(experts, self._threads, tokens) * self._varies[turn] // SCALE
+        varied = in_turn(self._varies, self._batches, GOLDEN)
+        work_ns = self._costs.at(layer).experts_cpu_ns(experts, self._threads, tokens) * varied // SCALE
         self._batches += 1
         if begun - self._rested_since > self._times.rest_ns:
             work_ns += self._times.asleep_ns

@@ -25,9 +25,9 @@ from foreload.simulator.compiled.machine import (
     PLAN,
     SAMPLE,
     Machine,
-    Rates,
     spend,
 )
+from foreload.simulator.compiled.rates import Rates
 
 
 class Graphs(NamedTuple):

@@ -52,12 +52,12 @@ from foreload.simulator.compiled.machine import (
     WAIT_LINK,
     WAKE,
     Machine,
-    Rates,
     run_until_host,
     spend,
     start_job,
     waited,
 )
+from foreload.simulator.compiled.rates import Rates
 
 
 class Blocks(NamedTuple):

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from foreload.backend.policy import copies
 from foreload.backend.policy.state import PolicyState
 from foreload.compiled import inlined
-from foreload.simulator.costs import GOLDEN, SCALE
+from foreload.simulator.compiled.rates import Rates, in_turn
+from foreload.simulator.costs import GOLDEN, SCALE, SILVER
 
 LINK, CPU, GPU = 0, 1, 2
 
@@ -63,8 +64,9 @@ KINDS = (
     FAILED,
     RESTED_SINCE,  # when the CPU's workers had nothing more to do
     BATCHES,  # of CPU experts so far
+    BESIDE,  # copies so far that began beside CPU experts
     N_AT,
-) = range(33)
+) = range(34)
 
 RUNNING, DUE_SOON, ON_ISSUE, ON_LANDING, ON_CPU, ON_GPU, ON_DRAINED = range(7)
 """HOST_WAIT: the host runs, its wake-up is scheduled, or what must happen before it is."""
@@ -81,30 +83,6 @@ SEEN_GPU, SEEN_CPU, SEEN_CPU_RATE, SEEN_BOTH = range(4)
 contention is that of one: [n, 0] those beside a copy (0: it), and [g, c] beside each other."""
 L_BEGUN, L_ENDED, L_WORK, L_EXPERTS, L_KEY, L_LANDED = range(6)
 """Columns of `Machine.launch`."""
-
-
-class Rates(NamedTuple):
-    """What link, CPU pool and expert kernels cost and how they slow each other.
-
-    K = most experts of a layer-step, T = most tokens of all of them together, F = formats that layers are in.
-    """
-
-    format: NDArray[np.int64]  # [L] of each layer's experts, 0 to F - 1
-    copy_ns: NDArray[np.int64]  # [L]
-    copy_rate: int  # of SCALE, beside CPU experts
-    wake_ns: int
-    latency_ns: int  # this and the next seven as in `graph_costs.DeviceTimes`
-    copy_start_ns: int
-    gpu_rate: int
-    asleep_ns: int
-    rest_ns: int
-    host_wake_ns: int
-    bring_ns: int
-    driven: bool
-    cpu_ns: NDArray[np.int64]  # [F, K + 1, T + 1] by tokens; 0: of a single token's step
-    cpu_varies: NDArray[np.int64]  # [n] factors of it, of SCALE, that batches have in turn
-    cpu_rate: NDArray[np.int64]  # [K + 1] beside a copy
-    both_rate: NDArray[np.int64]  # [K + 1, K + 1] resident experts beside CPU experts
 
 
 class Machine(NamedTuple):
@@ -232,8 +210,7 @@ def start_job(m: Machine, r: Rates, which: int, work_ns: int, experts: int) -> N
 def start_cpu(m: Machine, r: Rates, layer: int, experts: int, tokens: int) -> None:
     """Hand experts to the CPU, whose workers may be asleep; `tokens` 0: of a single token's step."""
     m.seen[r.format[layer], SEEN_CPU, experts, tokens] = True
-    turn = ((m.at[BATCHES] * GOLDEN & 0xFFFFFFFF) * len(r.cpu_varies)) >> 32
-    work_ns = r.cpu_ns[r.format[layer], experts, tokens] * r.cpu_varies[turn] // SCALE
+    work_ns = r.cpu_ns[r.format[layer], experts, tokens] * in_turn(r.cpu_varies, m.at[BATCHES], GOLDEN) // SCALE
     m.at[BATCHES] += 1
     if m.at[NOW] - m.at[RESTED_SINCE] > r.rest_ns:
         work_ns += r.asleep_ns
@@ -284,6 +261,15 @@ def watch(m: Machine) -> None:
 
 
 @inlined
+def _transfer(m: Machine, r: Rates, p: PolicyState, start_ns: int) -> None:
+    work_ns = r.copy_ns[m.issued[0] // p.status.shape[1]]
+    if m.job[CPU, ACTIVE]:
+        work_ns = work_ns * in_turn(r.copy_varies, m.at[BESIDE], SILVER) // SCALE
+        m.at[BESIDE] += 1
+    start_job(m, r, LINK, work_ns + start_ns, 0)
+
+
+@inlined
 def pump(m: Machine, r: Rates, p: PolicyState) -> int:
     """Issue what the window admits; how many copies that were."""
     issued = 0
@@ -299,7 +285,7 @@ def pump(m: Machine, r: Rates, p: PolicyState) -> int:
         m.log[m.at[N_LOG]] = key
         m.at[N_LOG] += 1
         if m.at[N_ISSUED] == 1:
-            start_job(m, r, LINK, r.copy_ns[key // p.status.shape[1]] + r.copy_start_ns, 0)
+            _transfer(m, r, p, r.copy_start_ns)
         if m.at[HOST_WAIT] == ON_ISSUE:
             wake_host(m, 0)
         issued += 1
@@ -317,7 +303,7 @@ def _arrived(m: Machine, r: Rates, p: PolicyState) -> None:
         if m.launch[entry, L_KEY] == key and m.launch[entry, L_LANDED] < 0:
             m.launch[entry, L_LANDED] = m.at[NOW]
     if m.at[N_ISSUED]:
-        start_job(m, r, LINK, r.copy_ns[m.issued[0] // p.status.shape[1]], 0)
+        _transfer(m, r, p, 0)
     issued = pump(m, r, p)
     if m.at[NOW] < m.at[HOST]:
         m.at[INTERRUPTIONS] += issued if r.driven else 1

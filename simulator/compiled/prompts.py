@@ -19,8 +19,8 @@ from foreload.simulator.compiled.machine import (
     PREFILL_EXPERT,
     PREFILL_LAYER,
     Machine,
-    Rates,
 )
+from foreload.simulator.compiled.rates import Rates
 
 
 @uncounted

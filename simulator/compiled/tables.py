@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from foreload.settings import Settings
 from foreload.simulator.compiled.graphs import Graphs
 from foreload.simulator.compiled.host import Blocks
-from foreload.simulator.compiled.machine import SEEN_BOTH, SEEN_CPU, SEEN_CPU_RATE, SEEN_GPU, Machine, Rates
+from foreload.simulator.compiled.machine import SEEN_BOTH, SEEN_CPU, SEEN_CPU_RATE, SEEN_GPU, Machine
+from foreload.simulator.compiled.rates import Rates
 from foreload.simulator.costs import SCALE, Cost, CostModel, split_costs
 from foreload.simulator.graph_costs import DeviceTimes, GraphCosts
 from foreload.simulator.workload import Request
@@ -36,9 +37,9 @@ def rates(costs: CostModel, settings: Settings, most: int, tokens: int) -> Rates
     threads, (models, of_layer) = settings.cpu_threads, costs.kinds()
     cpu_ns, cpu_rate = np.zeros((len(models), most + 1, tokens + 1), np.int64), np.full(most + 1, SCALE, np.int64)
     both_rate = np.full((most + 1, most + 1), SCALE, np.int64)
-    copy_rate, varies = SCALE, costs.cpu_varies(0)
+    copy_rate, varies = SCALE, [costs.varies(probe, threads) for probe in ("copy_beside_cpu", "experts_cpu")]
     if settings.miss_action != "fetch":
-        copy_rate, varies = costs.copy_rate(threads), costs.cpu_varies(threads)
+        copy_rate = costs.copy_rate(threads)
         for n in range(1, most + 1):
             cpu_ns[:, n] = [[model.experts_cpu_ns(n, threads, t) for t in range(tokens + 1)] for model in models]
             cpu_rate[n] = costs.cpu_rate(n, threads)
@@ -49,10 +50,11 @@ def rates(costs: CostModel, settings: Settings, most: int, tokens: int) -> Rates
             of_layer,
             np.array(costs.copies_ns, np.int64),
             copy_rate,
+            np.array(varies[0], np.int64),
             costs.cost("wait").host_ns,
             *times,
             cpu_ns,
-            np.array(varies, np.int64),
+            np.array(varies[1], np.int64),
             cpu_rate,
             both_rate,
         )

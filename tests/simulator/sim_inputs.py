@@ -154,10 +154,12 @@ def in_formats(profile: HardwareProfile, *formats: tuple[PackedFormat, float, fl
 
 
 def with_parts(profile: HardwareProfile, parts_us: tuple[float, ...]) -> HardwareProfile:
-    """`profile` with CPU experts that take now one of these times, now another, in proportion to how many they are."""
+    """`profile` with CPU experts that take now one of these times, now another, in proportion to how many they are, and
+    copies beside them likewise.
+    """
     found = tuple(
-        m.model_copy(update={"parts_us": tuple(us * m.at["experts"] for us in parts_us)})
-        if m.probe == "experts_cpu"
+        m.model_copy(update={"parts_us": tuple(us * m.at.get("experts", 1) for us in parts_us)})
+        if m.probe in ("experts_cpu", "copy_beside_cpu")
         else m
         for m in profile.measurements
     )

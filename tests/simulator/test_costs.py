@@ -185,15 +185,16 @@ def test_layers_in_different_formats() -> None:
 @pytest.mark.unit
 def test_cpu_experts_vary_as_they_were_measured():
     plain, one = make_profile(SHAPE), with_parts(make_profile(SHAPE), (60.0,))
-    assert CostModel(plain, SHAPE).cpu_varies(1) == (SCALE,)
-    assert set(CostModel(one, SHAPE).cpu_varies(1)) == {SCALE}
+    assert CostModel(plain, SHAPE).varies("experts_cpu", 1) == (SCALE,)
+    assert set(CostModel(one, SHAPE).varies("experts_cpu", 1)) == {SCALE}
     varied = with_parts(plain, (30.0, 60.0, 90.0))
-    found = CostModel(varied, SHAPE).cpu_varies(1)
+    found = CostModel(varied, SHAPE).varies("experts_cpu", 1)
     assert list(found) == sorted(found)
     assert sum(found) == pytest.approx(SCALE * len(found), rel=1e-6)
     assert (found[0] / SCALE, found[-1] / SCALE) == (pytest.approx(0.5), pytest.approx(1.5))
-    assert CostModel(assume(varied, None, 0.25, None).profile, SHAPE).cpu_varies(1) == found
-    assert CostModel(varied, SHAPE).cpu_varies(7) == (SCALE,)
+    assert CostModel(assume(varied, None, 0.25, None).profile, SHAPE).varies("experts_cpu", 1) == found
+    assert CostModel(varied, SHAPE).varies("experts_cpu", 7) == (SCALE,)
+    assert CostModel(varied, SHAPE).varies("copy_beside_cpu", 1) == found
 
 
 @pytest.mark.integration
@@ -207,5 +208,11 @@ def test_variation_costs_where_others_are_waited_for():
         chosen = Settings.parse({"miss_action": miss, "admission": "none", "cpu_threads": threads})
         for name, profile in (("steady", steady), ("varied", varied)):
             took[miss, name] = simulate(trace, profile, shape, chosen, (0,) * shape.n_moe_layers).tpot_ns
+    copies = tuple(m for m in varied.measurements if m.probe == "copy_beside_cpu")
+    others = tuple(m for m in steady.measurements if m.probe != "copy_beside_cpu")
+    copies_alone = steady.model_copy(update={"measurements": (*others, *copies)})
+    chosen = Settings.parse({"miss_action": "split", "admission": "none", "cpu_threads": 1})
+    found = simulate(trace, copies_alone, shape, chosen, (0,) * shape.n_moe_layers).tpot_ns
+    assert found > took["split", "steady"] * 1.01
     assert took["cpu", "varied"] == pytest.approx(took["cpu", "steady"], rel=0.01)
     assert took["split", "varied"] > took["split", "steady"] * 1.04

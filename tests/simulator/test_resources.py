@@ -6,7 +6,7 @@ from sim_inputs import make_profile, make_shape
 
 from foreload.backend.policy import Brain
 from foreload.settings import Settings
-from foreload.simulator.costs import CostModel
+from foreload.simulator.costs import SCALE, CostModel
 from foreload.simulator.graph_costs import DeviceTimes
 from foreload.simulator.resources import CPU, GPU, LINK, Clockwork, Link, Sharing
 from foreload.simulator.timeline import Timeline
@@ -73,7 +73,7 @@ def test_the_window_admits_two_and_serves_one_at_a_time():
     costs = CostModel(make_profile(SHAPE), SHAPE)
     brain = Brain(make_shape(layers=1, top_k=4), settings, (0,))
     timeline = Timeline(on=True)
-    link = Link(env, Sharing(env, costs, 1), brain, costs, timeline, lambda: False, DeviceTimes())
+    link = Link(env, Sharing(env, costs, 1), brain, costs, timeline, lambda: False, DeviceTimes(), (SCALE,))
     brain.begin(0, np.arange(4, dtype=np.int32), np.ones(4, np.int32))
     link.watch()
     link.pump()
