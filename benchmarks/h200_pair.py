@@ -34,7 +34,7 @@ from foreload.machine import cores
 TOPO = "traces/samples/topo-literature-predictions.parquet"
 DRAFTED = ("topo-code-ngram-4", "topo-instructions-ngram-4", "topo-manual-model-4")
 PARTS = "profile:160,validate:490,whatif:210,decode:185,tuned_slow:160,drafts:150"
-PARTS_OF_ONE = "profile:160,validate:480,whatif:210,mini:150,tuned:300,drafts:110"
+PARTS_OF_ONE = "profile:160,validate:480,whatif:210,mini:170,tuned:300,drafts:110"
 SMALL, LARGE = ("gpt-oss-20b", "deepseek-v2-lite", "olmoe-1b-7b"), ("glm-4.7-flash", "gpt-oss-120b", "mixtral-8x7b")
 """Other models, by how long their experts take to load."""
 
