@@ -314,7 +314,7 @@ def drafts_on_engine(engine: Engine, routing: Mapping[str, Trace], until: float,
     if not drafted:
         raise UsageError("drafts: none of the recordings holds verify windows")
     files = [(name, path) for name in drafted for path in sorted((out / "tuned-drafts").glob(f"{name}-*.json"))]
-    also = tuple(routed(f"{name}={path}") for name, path in files)
+    also = tuple((name, path.stem, Settings.load(path)) for name, path in files)
     wanted = Wanted(out / "drafts", ("drafts",), gammas=(2, 4), also=also, until=until)
     return Measurement(engine, drafted, wanted).run()
 

@@ -206,16 +206,15 @@ def main(args: Sequence[str] | None = None) -> list[Mapping[str, Any]]:
     given.out.mkdir(parents=True, exist_ok=True)
     until, half = time.monotonic() + 60 * given.minutes, max(1, given.cores // 2)
     near, far = frozenset(range(half)), frozenset(range(half, max(half + 1, given.cores)))
-    lanes = [
-        Lane(0, near, first_lane(given.out, given.minutes), given.out, until),
-        Lane(1, far, second_lane(given.out, given.corpus), given.out, until),
-        Lane(1, far, third_lane(given.out), given.out, until),
-    ]
     if given.gpus == 1:
-        lanes = [
-            Lane(0, near | far, only_lane(given.out, given.minutes), given.out, until),
-            Lane(0, far, meanwhile(given.out), given.out, until),
+        shared = [(0, near | far, only_lane(given.out, given.minutes)), (0, far, meanwhile(given.out))]
+    else:
+        shared = [
+            (0, near, first_lane(given.out, given.minutes)),
+            (1, far, second_lane(given.out, given.corpus)),
+            (1, far, third_lane(given.out)),
         ]
+    lanes = [Lane(gpu, on, steps, given.out, until) for gpu, on, steps in shared]
     told = run(lanes, given.out)
     for lane in told:
         for step in lane["steps"]:

@@ -21,16 +21,13 @@ from foreload.profiler.schema import HardwareProfile
 from foreload.settings import Settings, step_experts
 from foreload.shape import ModelShape
 from foreload.simulator.lookup import GRAPH_WINDOW_BLOCKS, SLOPED, WINDOW_BLOCKS, Point, Source, interpolate, points_of
+from foreload.simulator.variation import shares
 from foreload.simulator.windows import Plane, plane
 from foreload.units import us_to_ns
 
 SCALE = 1 << 20
 """Work done per nanosecond by a resource that nothing slows down."""
-GOLDEN, SILVER = 2654435769, 1779033703
-"""Of 2 ** 32, the golden ratio's inverse and the square root of 2 less 1: multiples of each, modulo 2 ** 32, are spread
-evenly, however few there are, and those of one say nothing of the other's."""
 
-_EVENLY = np.linspace(0, 1, 16)
 _SEVERITY: tuple[Source, ...] = ("measured", "interpolated", "extrapolated", "assumed")
 _BY_FORMAT = {"experts_gpu": "gpu_format", "experts_cpu": "cpu_format"}
 """Probes of experts in the engine, and what they take alone in each format."""
@@ -94,6 +91,7 @@ class CostModel:
         self._known: dict[tuple[object, ...], Cost] = {}
         self._rates: dict[tuple[str, int, int, int], int] = {}
         self._planes: dict[tuple[str, int], Plane] = {}
+        self._varied: dict[tuple[str, int], tuple[int, ...]] = {}
 
     def fresh(self) -> CostModel:
         """The same model with nothing looked up yet, so that `used` tells what one simulation relied on."""
@@ -110,7 +108,8 @@ class CostModel:
         made = {name: CostModel(self.profile, shape, format=name, replayed=replayed) for name in distinct}
         whole = made[distinct[0]]
         for model in made.values():
-            model._tables, model._planes, model.used = self._tables, self._planes, whole.used
+            model._tables, model._planes, model._varied = self._tables, self._planes, self._varied
+            model.used = whole.used
             model._slab_bytes = shape.experts * sum(layer_bytes(tuple(formats), shape))
         if len(distinct) > 1:
             whole._by_layer = tuple(made[name] for name in formats)
@@ -378,13 +377,10 @@ class CostModel:
         """Equally likely factors of what `probe` took on or beside so many threads, of SCALE and so in the mean, as the
         profile had them; ascending. One alone if it does not say.
         """
-        held = [m for m in self.profile.measurements if m.probe == probe and m.at.get("threads") == threads]
-        parts = [(m.parts_us, m.repeats) for m in held if m.parts_us and sum(m.parts_us)]
-        shares = [np.interp(_EVENLY, np.linspace(0, 1, len(us)), np.asarray(us) / np.mean(us)) for us, _ in parts]
-        if not shares:
-            return (SCALE,)
-        mean = np.average(shares, axis=0, weights=[repeats for _, repeats in parts])
-        return tuple(int(factor) for factor in np.rint(SCALE * mean / mean.mean()))
+        key = (probe, threads)
+        if key not in self._varied:
+            self._varied[key] = tuple(int(share) for share in np.rint(SCALE * shares(self.profile, probe, threads)))
+        return self._varied[key]
 
     # Contention: work per nanosecond beside another resource, of SCALE. Nothing is faster in company.
 

@@ -16,9 +16,10 @@ from simpy.events import EventPriority
 
 from foreload.backend.policy import Brain
 from foreload.backend.policy.state import AHEAD, DECODE, DEMAND, PREFETCH, UPLOAD
-from foreload.simulator.costs import GOLDEN, SCALE, SILVER, CostModel
+from foreload.simulator.costs import SCALE, CostModel
 from foreload.simulator.graph_costs import DeviceTimes
 from foreload.simulator.timeline import Timeline
+from foreload.simulator.variation import GOLDEN, SILVER, in_turn
 
 LINK, CPU, GPU = 0, 1, 2
 _KINDS = {DEMAND: "fetch", PREFETCH: "prefetch", AHEAD: "prefetch", UPLOAD: "upload"}
@@ -55,11 +56,6 @@ class _Job:
         self.generation = 0
         self.remaining, self.rate, self.since, self.experts = 0, 0, 0, 0
         self.done: Callable[[], object] = lambda: None
-
-
-def in_turn(factors: Sequence[int], turn: int, stride: int) -> int:
-    """Factors spread evenly over turns; `stride`: GOLDEN or SILVER."""
-    return factors[(turn * stride & 0xFFFFFFFF) * len(factors) >> 32]
 
 
 class Sharing:

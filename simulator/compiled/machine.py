@@ -16,7 +16,8 @@ from foreload.backend.policy import copies
 from foreload.backend.policy.state import PolicyState
 from foreload.compiled import inlined
 from foreload.simulator.compiled.rates import Rates, in_turn
-from foreload.simulator.costs import GOLDEN, SCALE, SILVER
+from foreload.simulator.costs import SCALE
+from foreload.simulator.variation import GOLDEN, SILVER
 
 LINK, CPU, GPU = 0, 1, 2
 

@@ -37,5 +37,5 @@ class Rates(NamedTuple):
 
 @inlined
 def in_turn(factors: NDArray[np.int64], turn: int, stride: int) -> int:
-    """As in `resources`."""
+    """As in `variation`."""
     return int(factors[((turn * stride & 0xFFFFFFFF) * len(factors)) >> 32])
