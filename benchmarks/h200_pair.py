@@ -2,13 +2,13 @@
 
     python -m benchmarks.h200_pair --out DIR [--minutes 29] [--corpus DIR] [--cores 32] [--gpus 1]
 
-The first lane measures what counts, on one engine of the full size. The others do what that needs (simulations,
-settings of the tuner) and what does not disturb it, and stay quiet otherwise: other work on the host's memory changes
-figures by several per cent. Other models come last, on both GPUs. With a corpus (`recipes/corpus`: train.bin.xz and
-heldout.jsonl) `topo` is trained, to score expert formats on. With `--gpus 1` a single lane does what there is time for;
-what is simulated meanwhile (`tuned_h200 --prepare`, `tuned_drafts`) is put into DIR/main from elsewhere. Each step has
-a log in DIR and a limit, and is ended with all it started; DIR/lanes.json says how each went. Afterwards, where
-simulations are quick: `validate_h200 --predict`, `whatif_h200 --predict` and `tuned_h200 --simulate` with DIR/main.
+The first lane measures what counts, on one engine of the full size. The second does what hardly uses the host's memory:
+other work on it changes figures by several per cent. Other models come last, on both GPUs. With a corpus
+(`recipes/corpus`: train.bin.xz and heldout.jsonl) `topo` is trained, to score expert formats on. With `--gpus 1` a
+single lane does what there is time for. What is simulated meanwhile (`tuned_h200 --prepare`, `tuned_drafts`) comes into
+DIR/main from elsewhere. Each step has a log in DIR and a limit, and is ended with all it started; DIR/lanes.json says
+how each went. Afterwards, where simulations are quick: `validate_h200 --predict`, `whatif_h200 --predict` and
+`tuned_h200 --simulate` with DIR/main.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.beside import PROFILE
 from foreload.files import write_json
 from foreload.machine import cores
 
 TOPO = "traces/samples/topo-literature-predictions.parquet"
 DRAFTED = ("topo-code-ngram-4", "topo-instructions-ngram-4", "topo-manual-model-4")
-PARTS = "profile:160,validate:490,whatif:210,decode:185,tuned_slow:160,drafts:150"
+PARTS = "profile:160,validate:480,whatif:210,decode:185,tuned:300,drafts:110"
 PARTS_OF_ONE = "profile:160,validate:480,whatif:210,mini:170,tuned:300,drafts:110"
 SMALL, LARGE = ("gpt-oss-20b", "deepseek-v2-lite", "olmoe-1b-7b"), ("glm-4.7-flash", "gpt-oss-120b", "mixtral-8x7b")
 """Other models, by how long their experts take to load."""
@@ -108,7 +107,7 @@ def part_done(main: Path, name: str) -> Callable[[], bool]:
 
 def first_lane(out: Path, minutes: float) -> list[Step]:
     """What counts."""
-    return [full_size(out, minutes, PARTS, "--simulate-later"), *(model(name, out, 1.1) for name in SMALL)]
+    return [full_size(out, minutes, PARTS, "--simulate-later"), *(model(name, out, 1.4) for name in (LARGE[0], *SMALL))]
 
 
 def only_lane(out: Path, minutes: float) -> list[Step]:
@@ -118,8 +117,13 @@ def only_lane(out: Path, minutes: float) -> list[Step]:
 
 def meanwhile(out: Path) -> list[Step]:
     """On the same GPU while the engine of the full size is loaded and the simulator compiled: no time counts then."""
-    found = ["benchmarks.sanitizer", "--tools", "racecheck", "--only", "expert", "--minutes", "2.4"]
-    return [Step("racecheck", [*found, "--out", str(out / "racecheck.json")], 150)]
+    return [sanitized(out, "racecheck", 150)]
+
+
+def sanitized(out: Path, tool: str, limit_s: float, only: str = "expert") -> Step:
+    """Kernel tests under a tool of compute-sanitizer."""
+    command = ["benchmarks.sanitizer", "--tools", tool, "--only", only, "--minutes", f"{limit_s / 60 - 0.1:.2f}"]
+    return Step(tool, [*command, "--out", str(out / f"{tool}.json")], limit_s)
 
 
 def full_size(out: Path, minutes: float, parts: str, *flags: str) -> Step:
@@ -143,19 +147,17 @@ def model(name: str, out: Path, minutes: float, ready: Callable[[], bool] = lamb
 
 
 def second_lane(out: Path, corpus: Path | None) -> list[Step]:
-    """What the first needs, and what leaves it in peace."""
-    main = out / "main"
-    profile = str(main / PROFILE)
-    tuned = ["benchmarks.tuned_h200", "--prepare", "--profile", profile, "--trace", f"topo={TOPO}", "--minutes", "4"]
-    drafted = ["benchmarks.tuned_drafts", "--profile", profile, "--out", str(main / "tuned-drafts")]
-    drafted += [flag for name in DRAFTED for flag in ("--trace", recording(name))]
+    """What leaves the first in peace."""
+    pytest = ["pytest", "-q", "-p", "no:cacheprovider"]
     return [
         Step("compiled", ["benchmarks.compiled"], 300),
-        *(() if corpus is None else formats_of_topo(out, corpus)),
-        Step("tuned", [*tuned, "--out", str(main)], 260, part_done(main, "validate")),
-        Step("tuned-drafts", drafted, 240),
         Step("mini", ["benchmarks.mini_h200", "--out", str(out / "mini")], 250),
-        *(model(name, out, 1.5, (out / f"{SMALL[0]}.log").exists) for name in LARGE),
+        *(() if corpus is None else formats_of_topo(out, corpus)),
+        Step("kernels", [*pytest, "-m", "unit or gpu", "tests/backend/cuda"], 120),
+        Step("gpu", [*pytest, "-m", "gpu", "tests/backend", "tests/oracles"], 150),
+        sanitized(out, "initcheck", 150, ""),
+        sanitized(out, "racecheck", 200),
+        *(model(name, out, 1.5, part_done(out / "main", "ended")) for name in LARGE[1:]),
     ]
 
 
@@ -169,16 +171,6 @@ def formats_of_topo(out: Path, corpus: Path) -> list[Step]:
         Step("train", [*train, "--out", str(topo), "--minutes", "3.5"], 330),
         Step("export", [*export, "--out", str(topo / "hf")], 60),
         Step("formats", [*formats, "--text", text, "--out", told], 200),
-    ]
-
-
-def third_lane(out: Path) -> list[Step]:
-    """Tests, while the second trains."""
-    pytest = ["pytest", "-q", "-p", "no:cacheprovider"]
-    return [
-        Step("kernels", [*pytest, "-m", "unit or gpu", "tests/backend/cuda"], 200),
-        Step("sanitizer", ["benchmarks.sanitizer", "--minutes", "7", "--out", str(out / "sanitizer.json")], 430),
-        Step("gpu", [*pytest, "-m", "gpu", "tests/backend", "tests/oracles"], 300),
     ]
 
 
@@ -209,11 +201,7 @@ def main(args: Sequence[str] | None = None) -> list[Mapping[str, Any]]:
     if given.gpus == 1:
         shared = [(0, near | far, only_lane(given.out, given.minutes)), (0, far, meanwhile(given.out))]
     else:
-        shared = [
-            (0, near, first_lane(given.out, given.minutes)),
-            (1, far, second_lane(given.out, given.corpus)),
-            (1, far, third_lane(given.out)),
-        ]
+        shared = [(0, near, first_lane(given.out, given.minutes)), (1, far, second_lane(given.out, given.corpus))]
     lanes = [Lane(gpu, on, steps, given.out, until) for gpu, on, steps in shared]
     told = run(lanes, given.out)
     for lane in told:
