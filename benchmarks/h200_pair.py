@@ -32,7 +32,7 @@ from foreload.machine import cores
 
 TOPO = "traces/samples/topo-literature-predictions.parquet"
 DRAFTED = ("topo-code-ngram-4", "topo-instructions-ngram-4", "topo-manual-model-4")
-PARTS = "profile:160,validate:480,whatif:210,decode:185,tuned:300,drafts:110"
+PARTS = "profile:160,validate:460,whatif:210,tuned:390,decode:190,drafts:110"
 PARTS_OF_ONE = "profile:160,validate:480,whatif:210,mini:170,tuned:300,drafts:110"
 SMALL, LARGE = ("gpt-oss-20b", "deepseek-v2-lite", "olmoe-1b-7b"), ("glm-4.7-flash", "gpt-oss-120b", "mixtral-8x7b")
 """Other models, by how long their experts take to load."""
@@ -166,11 +166,11 @@ def formats_of_topo(out: Path, corpus: Path) -> list[Step]:
     topo, text, told = out / "topo", str(corpus / "heldout.jsonl"), str(out / "formats-topo.json")
     train = ["recipes.train.train", "--config", "recipes/train/configs/topo.json", "--data", str(corpus)]
     export = ["recipes.train.export", "--weights", str(topo / "topo.pt"), "--tokenizer", "foreload/assets/mini"]
-    formats = ["benchmarks.expert_formats", "--model", str(topo / "hf"), "--device", "cuda", "--windows", "6"]
+    formats = ["benchmarks.expert_formats", "--model", str(topo / "hf"), "--device", "cuda", "--windows", "4"]
     return [
         Step("train", [*train, "--out", str(topo), "--minutes", "3.5"], 330),
         Step("export", [*export, "--out", str(topo / "hf")], 60),
-        Step("formats", [*formats, "--text", text, "--out", told], 200),
+        Step("formats", [*formats, "--text", text, "--out", told], 420),
     ]
 
 

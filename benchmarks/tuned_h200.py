@@ -43,7 +43,7 @@ FILE, PREPARED = "tuned-h200.json", "tuned-h200-prepared.json"
 RATIOS = (0.17, 0.25, 0.05, 0.5)
 LINKS = (None, 12_000_000_000)
 CONTEXT, WARM, STEPS = 1024, 8, 20
-PREPARE_SHARE, FULL_LINK_SHARE, MEASURE_SHARE = 0.4, 0.5, 0.95
+PREPARE_SHARE, FULL_LINK_SHARE, MEASURE_SHARE = 0.4, 0.36, 0.95
 SLOW = 1.5
 """Settings simulated to take so many times the fastest of their cache size are measured once, after some rounds."""
 NEAR, MOST, FEW_ROUNDS = 1.06, 9, 3

@@ -28,7 +28,7 @@ from foreload.backend.speculate.base import Proposal
 from foreload.errors import InternalError
 from foreload.profiler.bench import Bench, Stage
 from foreload.profiler.schema import PROBED_CONTEXT
-from foreload.settings import Settings
+from foreload.settings import Settings, staging_slots
 
 
 @dataclass(frozen=True)
@@ -187,6 +187,13 @@ class GraphBench(Bench):
             return self.forward.told_after(rows, position, layers) / 1e3
 
     def anywhere(self) -> NDArray[np.int32]:
-        """Slots [layers, experts] for a step of one launch: all in turn, for a layer to read different ones."""
-        experts = np.arange(self.shape.n_moe_layers * self.shape.experts) % self.engine.brain.slots
-        return experts.reshape(self.shape.n_moe_layers, self.shape.experts).astype(np.int32)
+        """Slots [layers, experts] for steps of one launch: as many different ones as the device holds, with whatever
+        is in them. Such steps read from all over the memory that residents take, and farther apart takes longer.
+        """
+        shape, fields = self.shape, {"expert_format": self._settings.expert_format}
+        settings = Settings.parse({**fields, "cache_ratio": 0.0})
+        each = (self.engine.slot_limit - staging_slots(settings, shape)) // shape.n_moe_layers
+        held = (max(0, min(shape.experts, each)),) * shape.n_moe_layers
+        self.engine.apply(Settings.parse({**fields, "slots_per_layer": held}))
+        experts = np.arange(shape.all_experts) % self.engine.brain.slots
+        return experts.reshape(shape.n_moe_layers, shape.experts).astype(np.int32)
