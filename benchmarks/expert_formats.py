@@ -41,10 +41,24 @@ def score(engine: Engine, ids: list[int]) -> Tensor:
     return torch.cat(found)[PROMPT - 1 :]
 
 
-def measure(model: str, texts: list[Path], count: int, device: Device = "cpu") -> dict[str, Any]:
-    """Figures of every format by subject, and bytes of an expert."""
+def measure(
+    model: str, texts: list[Path], count: int, device: Device = "cpu", out: Path | None = None
+) -> dict[str, Any]:
+    """Figures of every format by subject, and bytes of an expert; with `out` also there, after each format."""
     exact: dict[tuple[str, int], Tensor] = {}
-    rows = []
+    rows: list[dict[str, Any]] = []
+    found = {
+        "source": "measured",
+        "model": model,
+        "device": torch.cuda.get_device_name() if device == "cuda" else machine_name(),
+        "machine": machine_name(),
+        "software": software(),
+        "window": WINDOW,
+        "prompt_tokens": PROMPT,
+        "windows_per_subject": count,
+        "texts": [path.name for path in texts],
+        "rows": rows,
+    }
     for chosen in CHOICES:
         options = EngineOptions(device, "float32", context_tokens=WINDOW, eager=device == "cuda")
         with Engine.load(model, options, Settings(cache_ratio=1.0, expert_format=chosen)) as engine:
@@ -68,18 +82,9 @@ def measure(model: str, texts: list[Path], count: int, device: Device = "cpu") -
                     "figures": {name: loss.figures().model_dump() for name, loss in figures.items()},
                 }
             )
-    return {
-        "source": "measured",
-        "model": model,
-        "device": torch.cuda.get_device_name() if device == "cuda" else machine_name(),
-        "machine": machine_name(),
-        "software": software(),
-        "window": WINDOW,
-        "prompt_tokens": PROMPT,
-        "windows_per_subject": count,
-        "texts": [path.name for path in texts],
-        "rows": rows,
-    }
+        if out is not None:
+            write_json(out, found)
+    return found
 
 
 def main() -> None:
@@ -91,9 +96,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--out", type=Path, metavar="FILE")
     given = parser.parse_args()
-    values = measure(given.model, given.text, given.windows, given.device)
-    if given.out is not None:
-        write_json(given.out, values)
+    values = measure(given.model, given.text, given.windows, given.device, given.out)
     exact = values["rows"][0]["figures"]["all"]["perplexity"]
     shown = []
     for row in values["rows"]:
