@@ -53,8 +53,8 @@ class LayerTimes:
     """One layer-step: microseconds of the host's blocks, and perf_counter nanoseconds of what happened when."""
 
     host: dict[str, float] = field(default_factory=dict)
-    told_ns: int = 0  # the host knows the routing, and predictions if there are any
-    planned_ns: int = 0  # the host begins to launch
+    told_ns: int = 0  # the host knows the routing
+    planned_ns: int = 0  # so does the device what to run
     copies: list[CopySpan] = field(default_factory=list)  # demanded here, in the order of landing
 
     def until_us(self, after: LayerTimes) -> float:
@@ -73,7 +73,7 @@ class StepTimes:
     done_ns: int
 
     def turn_us(self, layer: int) -> float:
-        """From the launch of a layer's experts until the next layer has told (or the token is known)."""
+        """From the plan of a layer's experts until the next layer has told (or the token is known)."""
         after = self.layers[layer + 1].told_ns if layer + 1 < len(self.layers) else self.done_ns
         return (after - self.layers[layer].planned_ns) / 1e3
 
@@ -164,9 +164,9 @@ class GraphBench(Bench):
                 continue
             of = layers[layer]
             of.host[kind] = of.host.get(kind, 0.0) + (until - since) / 1e3
-            if kind in ("route", "predict"):
+            if kind == "route":
                 of.told_ns = until
-            elif kind == "plan":
+            elif kind == "plan" and not of.planned_ns:  # the other is of predictions
                 of.planned_ns = until
         for copy in self.engine.copies.spans or ():
             layers[copy.key // self.shape.experts].copies.append(copy)

@@ -50,7 +50,7 @@ and interrupt, no after_wait at other waits than measured, and these are other o
                                               host: launching one graph
     launch                                    from launching a graph to being told by it, beyond the device's time
     embed                                     from the beginning of a step to its first launch
-    predict         depth                     reading and planning predictions; what entering a layer takes longer
+    predict         depth                     planning predictions; making them, behind the routing that is told
     speculated      context                   entering a layer that executes predictions and predicts the next one's
     enter_cpu                                 what entering takes longer where the CPU may compute experts
     replayed                                  what it takes longer where routing comes from a recording
@@ -68,8 +68,8 @@ and interrupt, no after_wait at other waits than measured, and these are other o
     wait                                      from a landing to the start of what waits for it: what a layer-step with
                                               misses takes beyond everything else
     gpu_beside_copy copies                    entering and k resident experts, without copies (0), beside some (1)
-    gpu_behind_cpu  copies, threads           from the end of CPU experts until the next layer, whose successor's are
-                                              predicted, has told, likewise
+    gpu_behind_cpu  copies, threads           from the end of CPU experts until the next layer has told its routing,
+                                              likewise
     submit                                    handing experts to the CPU
     cpu_asleep      threads, idle_us          what CPU experts take longer after so long a rest
     window_whole    tokens                    a step of one launch over so many tokens

@@ -145,6 +145,13 @@ class GpuDevice(Device):
         yield from ()
         self._launch("experts_gpu", self._costs.at(layer).experts_gpu(1, tokens), layer, expert, 1, key)
 
+    def goes_on(self, kind: str, gpu_ns: int, layer: int) -> int:
+        """A stream in which nothing else is left goes on with what was launched last; when that is done."""
+        begun = self._free_at
+        self._free_at += self._slowed_ns(gpu_ns)
+        self._timeline.add("gpu", kind, begun, self._free_at, layer)
+        return self._free_at
+
     def behind_cpu(self, kind: str, gpu_ns: int, layer: int, launched_ns: int, rest_ns: int) -> None:
         """What was launched then: of it so much is left once the outputs of CPU experts are there, as they are now."""
         ended_ns = self._clock.now + self._slowed_ns(rest_ns)

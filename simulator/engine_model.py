@@ -176,8 +176,7 @@ class EngineModel:
         if layer == layers:
             gpu_ns = costs.head(fed).gpu_ns
         else:
-            depth = min(self.settings.prefetch_depth, layers - 1 - layer)
-            gpu_ns = costs.enter(request.context[step], fed, depth, layer in self._speculated).gpu_ns
+            gpu_ns = costs.enter(request.context[step], fed, layer in self._speculated).gpu_ns
         if launched_ns < 0:
             host_ns = costs.launch_ns(request.context[step], fed)
             self.device.block("attention", Cost(host_ns, gpu_ns, "measured"), layer)

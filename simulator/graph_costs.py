@@ -38,44 +38,52 @@ class GraphCosts:
     def look_up(self, context: int, tokens: int, all_slots: bool) -> None:
         """Look up what a step may need, so that what is said of sources does not go by what happened in it."""
         for depth in range(min(self._settings.prefetch_depth, self._costs.shape.n_moe_layers - 1) + 1):
-            self.plan_ns(tokens, depth)
-        for block in ("embed", "head", "finish"):
+            self.foresee(tokens, depth)
+        for block in ("plan", "embed", "head", "finish"):
             self._costs.block(block, tokens=tokens)
         self._costs.block("attention", context, tokens)
         _ = self._costs.interrupt_ns, self.ahead_ns
         if all_slots:
             self.whole_ns(context, tokens)
 
-    def extra_ns(self, tokens: int, depth: int, executes: bool) -> int:
-        """What entering a layer takes the device beyond `attention`, looking `depth` layers ahead; may be below 0."""
-        return self._predict(tokens, depth).gpu_ns + self._more + (self._executes if executes else 0)
+    def extra_ns(self, executes: bool) -> int:
+        """What entering a layer takes the device beyond `attention`, until its routing is told; may be below 0."""
+        return self._more + (self._executes if executes else 0)
 
     @cached_property
     def ahead_ns(self) -> int:
         """What of entering a layer the device has done before the outputs of CPU experts are there; may be below 0.
 
-        Of the plan and the experts it runs itself nothing is left then. `gpu_behind_cpu` looks one layer ahead.
+        Of the plan, the experts it runs itself and predictions nothing is left then.
         """
         costs = self._costs
         if not self.on_cpu or not costs.measured("gpu_behind_cpu"):
             return -costs.cost("launch").host_ns
         behind = costs.cost("gpu_behind_cpu", 0, self._settings.cpu_threads, copies=0).gpu_ns
         entering = costs.cost("attention", PROBED_CONTEXT).gpu_ns + costs.cost("enter_cpu").gpu_ns
-        predicting = costs.cost("predict", 1).gpu_ns if costs.measured("predict") else 0
-        return entering + predicting - behind
+        return entering - behind
 
     def launch_ns(self, context: int, tokens: int) -> int:
         """Launching what enters a layer."""
         return self._costs.block("attention", context, tokens).host_ns
 
-    def enter(self, context: int, tokens: int, depth: int, executes: bool) -> Cost:
-        """Entering a layer in a step whose last token is at `context`."""
+    def enter(self, context: int, tokens: int, executes: bool) -> Cost:
+        """Entering a layer in a step whose last token is at `context`, until its routing is told."""
         base = self._costs.block("attention", context, tokens)
-        return Cost(base.host_ns, max(1, base.gpu_ns + self.extra_ns(tokens, depth, executes)), base.source)
+        return Cost(base.host_ns, max(1, base.gpu_ns + self.extra_ns(executes)), base.source)
 
-    def plan_ns(self, tokens: int, depth: int) -> int:
+    def plan_ns(self, tokens: int) -> int:
         """From being told until the device may run residents."""
-        return self._costs.block("plan", tokens=tokens).host_ns + self._predict(tokens, depth).host_ns
+        return self._costs.block("plan", tokens=tokens).host_ns
+
+    def foresee(self, tokens: int, depth: int) -> Cost:
+        """Looking `depth` layers ahead: on the device behind the routing, then on the host."""
+        if not depth:
+            return Cost(0, 0, "measured")
+        found = self._costs.predict(self._settings, depth)
+        planned = self._costs.cost("predict", depth)  # the host does not tell predictors apart
+        both = Cost(planned.host_ns, max(0, found.gpu_ns), worst(planned.source, found.source))
+        return self._costs.beyond(both, "predict", tokens)
 
     def head(self, tokens: int) -> Cost:
         """The end of a step; the host's part follows its last layer."""
@@ -94,14 +102,6 @@ class GraphCosts:
     def _replayed_ns(self) -> int:
         layers = self._costs.shape.n_moe_layers
         return layers * self._costs.cost("replayed").gpu_ns if self._costs.replayed else 0
-
-    def _predict(self, tokens: int, depth: int) -> Cost:
-        if not depth:
-            return Cost(0, 0, "measured")
-        found = self._costs.predict(self._settings, depth)
-        planned = self._costs.cost("predict", depth)  # the host does not tell predictors apart
-        both = Cost(planned.host_ns, found.gpu_ns, worst(planned.source, found.source))
-        return self._costs.beyond(both, "predict", tokens)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from foreload.backend.policy import Action
 from foreload.backend.policy.state import KEPT
-from foreload.simulator.clock import WAIT_CPU, WAIT_LINK
+from foreload.simulator.clock import WAIT_CPU, WAIT_GPU, WAIT_LINK
+from foreload.simulator.devices import GraphDevice
 from foreload.simulator.graph_costs import GraphCosts
 from foreload.simulator.resources import Process
 from foreload.simulator.workload import Request
@@ -69,12 +70,13 @@ def _layer(engine: EngineModel, costs: GraphCosts, request: Request, at: int, la
     """A layer-step from its routing to its end; what enters the next layer is launched on the way."""
     clock, device, fed = engine.clock, engine.device, request.fed[at]
     depth = min(engine.settings.prefetch_depth, engine.shape.n_moe_layers - 1 - layer)
-    clock.spend("plan", costs.plan_ns(fed, depth), layer)
+    foresee = costs.foresee(fed, depth)
+    assert isinstance(device, GraphDevice)
+    seen_ns = device.goes_on("predict", foresee.gpu_ns, layer) if depth else 0
+    clock.spend("plan", costs.plan_ns(fed), layer)
     yield from engine.settle()
     engine.link.watch()
     decided = _begin(engine, request, at, layer)
-    for ahead in range(depth):
-        engine.brain.prefetch(layer + 1 + ahead, request.predicted[ahead][at, layer + 1 + ahead])
     experts, counts = request.demand[at, layer, : len(decided)], request.counts[at, layer, : len(decided)]
     tokens = counts if fed > 1 else np.zeros_like(counts)
     on_cpu, hits = int((decided == _CPU).sum()), int((decided == _HIT).sum())
@@ -87,6 +89,13 @@ def _layer(engine: EngineModel, costs: GraphCosts, request: Request, at: int, la
         engine.cpu.start(on_cpu, layer, int(tokens[decided == _CPU].sum()))
         clock.spend("plan", costs.host.submit_ns, layer)
         yield from engine.settle()
+    if depth:  # the CPU has begun by now
+        yield from _issue(engine, costs, layer)
+        clock.spend(WAIT_GPU, max(0, seen_ns - clock.now), layer)
+        clock.spend("plan", foresee.host_ns, layer)
+        yield from engine.settle()
+        for ahead in range(depth):
+            engine.brain.prefetch(layer + 1 + ahead, request.predicted[ahead][at, layer + 1 + ahead])
     yield from _issue(engine, costs, layer)
     if coming.any():
         yield from engine.copied(layer, dict(zip(experts[coming].tolist(), tokens[coming].tolist(), strict=True)))

@@ -27,6 +27,7 @@ from foreload.backend.cuda.layers import (
     CPU_ENDED,
     DONE,
     ENDED,
+    FORESEEN,
     GUESSED,
     ISSUED,
     LAUNCHED,
@@ -35,6 +36,7 @@ from foreload.backend.cuda.layers import (
     PLANNED,
     ROUTED,
     SUBMITTED,
+    UNSEEN,
     UNTOLD,
     Chosen,
     Step,
@@ -56,10 +58,11 @@ PATIENCE_NS = 1_000_000_000
 BEHAVIOURS = 4  # kept captured, the newest
 BLOCKS = (
     ("route", BEGUN, ROUTED),
-    ("predict", ROUTED, GUESSED),
     ("plan", CHOSEN, PLANNED),
     ("submit", PLANNED, SUBMITTED),
-    ("issue", SUBMITTED, ISSUED),
+    ("predict", SUBMITTED, GUESSED),
+    ("plan", GUESSED, FORESEEN),
+    ("issue", FORESEEN, ISSUED),
     ("experts_gpu", ISSUED, LAUNCHED),
     ("wait_cpu", LAUNCHED, COMPUTED),
     ("finish", COMPUTED, ENDED),
@@ -350,6 +353,8 @@ class FastForward(Forward):
             return InternalError("the device finished a layer without telling its routing")
         if outcome == NO_SLOT:
             return InternalError(f"no staging slot left for the demand of MoE layer {at}")
+        if outcome == UNSEEN:
+            return InternalError(f"the device told the routing of MoE layer {at}, but not its predictions")
         if outcome == ASTRAY:
             return InternalError(f"the device told of experts that MoE layer {at}, or one behind it, does not have")
         return InternalError(f"MoE layer {at} could not be run: CUDA error {error}")
@@ -361,7 +366,7 @@ class FastForward(Forward):
             if spans is not None and times[ON_CPU]:
                 spans.append((at, times[ON_CPU], times[CPU_BEGUN], times[CPU_ENDED]))
             for kind, begun, ended in BLOCKS:
-                if times[ended] and (kind != "predict" or times[ended] > times[begun]):
+                if times[ended] and (begun not in (SUBMITTED, GUESSED) or times[ended] > times[begun]):
                     self.marks.add(kind, at, times[begun] or times[LAUNCHED], times[ended])
 
     def _watched(self, program: Program, at: int, log: RouteLog | None) -> None:

@@ -26,9 +26,9 @@ ir: Any = import_module("llvmlite.ir")
 types: Any = numba_types
 intrinsic: Any = numba_intrinsic
 
-BEGUN, ROUTED, GUESSED, CHOSEN, PLANNED, SUBMITTED, ISSUED, LAUNCHED, COMPUTED, ENDED = range(10)
-CPU_BEGUN, CPU_ENDED, ON_CPU = 10, 11, 12
-N_TIMES = 13
+BEGUN, ROUTED, CHOSEN, PLANNED, SUBMITTED, GUESSED, FORESEEN, ISSUED, LAUNCHED, COMPUTED, ENDED = range(11)
+CPU_BEGUN, CPU_ENDED, ON_CPU = 11, 12, 13
+N_TIMES = 14
 """Columns of `Host.times`: when each part of a layer-step was done, and how many experts the CPU had from when to when.
 
 COMPUTED is 0 where it had none."""
@@ -36,9 +36,11 @@ NO_TICKET = -9
 WORK_EXPERTS, WORK_TAG = 0, 4
 """Words of `fl_work`."""
 
-DONE, UNTOLD, NO_SLOT, FAILED, ASTRAY = 0, 1, 2, 3, 4
+DONE, UNTOLD, NO_SLOT, FAILED, ASTRAY, UNSEEN = 0, 1, 2, 3, 4, 5
 """`Host.outcome`: all layers are done; a layer did not tell in time; the demand found no staging slot; CUDA's error; a
-layer told of experts that it does not have."""
+layer told of experts that it does not have; one told its routing, but not what it predicts."""
+PATIENT = 60
+"""Predictions follow the routing at once. So many times longer the host waits for them, since it has begun by then."""
 
 
 class Native(NamedTuple):
@@ -198,22 +200,37 @@ def _submit(n: Native, h: Host, step: Step, at: int, distinct: int, turn: int) -
 
 
 @uncounted
-def _told(n: Native, h: Host, c: Chosen, step: Step, at: int, depth: int) -> bool:
-    """Wait for a layer's routing and predictions; False if they do not come in time."""
-    t, tag = h.times[at], step.number & TAG
+def _told(n: Native, h: Host, c: Chosen, step: Step, at: int) -> bool:
+    """Wait for a layer's routing; False if it does not come in time."""
+    t = h.times[at]
     t[BEGUN] = _call(n.now, (0,))
-    if not _call(n.told, (n.link, h.words[at].ctypes.data, step.rows * step.top_k, tag, step.patience_ns)):
+    words = step.rows * step.top_k
+    if not _call(n.told, (n.link, h.words[at].ctypes.data, words, step.number & TAG, step.patience_ns)):
         return False
-    t[ROUTED] = t[GUESSED] = _call(n.now, (0,))
-    if depth:
-        words = depth * step.rows * step.width
-        if not _call(n.told, (n.link, h.guesses[at].ctypes.data, words, tag, step.patience_ns)):
-            return False
-        t[GUESSED] = _call(n.now, (0,))
-    t[CHOSEN] = t[GUESSED]
-    while c.on and c.wait_ns[at] and t[CHOSEN] < t[GUESSED] + c.wait_ns[at]:
+    t[ROUTED] = t[CHOSEN] = _call(n.now, (0,))
+    while c.on and c.wait_ns[at] and t[CHOSEN] < t[ROUTED] + c.wait_ns[at]:
         t[CHOSEN] = _call(n.now, (0,))
     return True
+
+
+@uncounted
+def _foresee(n: Native, h: Host, c: Chosen, step: Step, state: PolicyState, rules: Rules, at: int, depth: int) -> int:
+    """Wait for a layer's predictions, made while the CPU computes already, and tell the brain; the outcome."""
+    t = h.times[at]
+    t[GUESSED] = t[FORESEEN] = t[SUBMITTED]
+    if not depth:
+        return DONE
+    words, patience_ns = depth * step.rows * step.width, PATIENT * step.patience_ns
+    if not _call(n.told, (n.link, h.guesses[at].ctypes.data, words, step.number & TAG, patience_ns)):
+        return UNSEEN
+    t[GUESSED] = _call(n.now, (0,))
+    known = True
+    _call(n.lock, (n.link,))
+    for ahead in range(depth):
+        known &= _prefetch(h, c, step, state, rules, at, ahead)
+    _call(n.unlock, (n.link, 0))
+    t[FORESEEN] = _call(n.now, (0,))
+    return DONE if known else ASTRAY
 
 
 @uncounted
@@ -241,25 +258,20 @@ def run_layers(
     """The layer-steps `first` .. `last` - 1; returns the layer it stopped at (`last`: none), `h.outcome` says why."""
     layers = len(h.words)
     for at in range(first, last):
-        t, depth = h.times[at], min(step.depth, layers - 1 - at)
-        if not _told(n, h, c, step, at, 0 if step.whole else depth):
+        t = h.times[at]
+        if not _told(n, h, c, step, at):
             return _stopped(h, at, UNTOLD, 0)
         distinct, items = _choose(h, c, step, at)
         if distinct < 0:
             return _stopped(h, at, ASTRAY, 0)
         experts, counts, actions = h.experts[:distinct], h.counts[:distinct], h.actions[:distinct]
         _call(n.lock, (n.link,))
-        room, known = demand(state, rules, at, experts, counts, costs, actions), True
+        room = demand(state, rules, at, experts, counts, costs, actions)
         if step.whole:
             finish(state, rules, at, experts, actions, costs)
-        else:
-            for ahead in range(depth):
-                known &= _prefetch(h, c, step, state, rules, at, ahead)
         _call(n.unlock, (n.link, 0))
         if not room:
             return _stopped(h, at, NO_SLOT, 0)
-        if not known:
-            return _stopped(h, at, ASTRAY, 0)
         if step.whole:
             continue
         turn = step.number * layers + at
@@ -270,6 +282,9 @@ def run_layers(
         t[PLANNED] = _call(n.now, (0,))
         ticket = _submit(n, h, step, at, distinct, turn)
         t[SUBMITTED] = _call(n.now, (0,))
+        outcome = _foresee(n, h, c, step, state, rules, at, min(step.depth, layers - 1 - at))
+        if outcome != DONE:
+            return _stopped(h, at, outcome, 0)
         error = _call(n.serve, (n.link,))
         t[ISSUED] = _call(n.now, (0,))
         error = error or _launch(n, g, h, at, n_used, n_late)

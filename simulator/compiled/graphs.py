@@ -21,9 +21,11 @@ from foreload.simulator.compiled.machine import (
     EMBED,
     FINISH,
     HEAD,
+    HOST,
     N_COMING,
     PLAN,
     SAMPLE,
+    WAIT_GPU,
     Machine,
     spend,
 )
@@ -33,8 +35,9 @@ from foreload.simulator.compiled.rates import Rates
 class Graphs(NamedTuple):
     """Nanoseconds of what graphs add to `Blocks`; F, D as there."""
 
-    extra: NDArray[np.int64]  # [2, F + 1, D + 1] entering a layer beyond attention; [1]: of one executing predictions
-    plan: NDArray[np.int64]  # [F + 1, D + 1]
+    extra: NDArray[np.int64]  # [2] entering a layer beyond attention; [1]: of one executing predictions
+    plan: NDArray[np.int64]  # [F + 1]
+    foresee: NDArray[np.int64]  # [F + 1, D + 1, 2] looking ahead, on the host and on the device
     issue_ns: int
     submit_ns: int
     ahead_ns: int  # as in `graph_costs.GraphCosts`
@@ -56,7 +59,7 @@ def decode(
     """A request's decode steps; writes step_ns [S]."""
     layers, after_cpu = steps.demand.shape[1], False
     for at in range(len(steps.fed)):
-        begun, fed = m.at[mach.HOST], steps.fed[at]
+        begun, fed = m.at[HOST], steps.fed[at]
         if b.drafting:
             host.block(m, r, DRAFT, b.draft[max(1, fed - 1)])
             host.sync(m, r, p)
@@ -68,7 +71,7 @@ def decode(
         else:
             spend(m, EMBED, b.embed[fed, 0])
             host.settle(m, r, p)
-            _enter(m, r, b, g, steps, at, 0, depth, -1)
+            _enter(m, r, b, g, steps, at, 0, -1)
             for layer in range(layers):
                 host.sync(m, r, p)
                 host.slowed(m, b, after_cpu)
@@ -80,7 +83,7 @@ def decode(
         if b.drafting and b.sample[steps.emitted[at], 0]:
             host.block(m, r, SAMPLE, b.sample[steps.emitted[at]])
         step.end_step(p)
-        step_ns[at] = m.at[mach.HOST] - begun
+        step_ns[at] = m.at[HOST] - begun
 
 
 @uncounted
@@ -105,9 +108,7 @@ def _tell(p: PolicyState, rules: Rules, split: SplitCosts, steps: Steps, at: int
 
 
 @inlined
-def _enter(
-    m: Machine, r: Rates, b: Blocks, g: Graphs, steps: Steps, at: int, layer: int, depth: int, launched: int
-) -> None:
+def _enter(m: Machine, r: Rates, b: Blocks, g: Graphs, steps: Steps, at: int, layer: int, launched: int) -> None:
     """Launch what enters a layer or, behind the last one, ends the step.
 
     `launched`: it was then, and what it waited for of CPU experts is there now; -1: it was not.
@@ -115,13 +116,12 @@ def _enter(
     layers, fed = steps.demand.shape[1], steps.fed[at]
     gpu_ns = b.head[fed, 1]
     if layer < layers:
-        extra = g.extra[int(b.executes[layer]), fed, min(depth, layers - 1 - layer)]
-        gpu_ns = max(1, steps.attention[at, 1] + extra)
+        gpu_ns = max(1, steps.attention[at, 1] + g.extra[int(b.executes[layer])])
     if launched < 0:
         mach.launch(m, r, ATTENTION, steps.attention[at, 0], gpu_ns, 0, -1)
     else:
         rest_ns = mach.slowed_ns(m, r, max(1, gpu_ns - g.ahead_ns))
-        mach.queued(m, r, launched, m.at[mach.HOST] + rest_ns, gpu_ns, 0, -1)
+        mach.queued(m, r, launched, m.at[HOST] + rest_ns, gpu_ns, 0, -1)
 
 
 @inlined
@@ -147,8 +147,9 @@ def _layer(
     depth: int,
 ) -> bool:
     """A layer-step from its routing to its end; whether the CPU had any of its experts."""
-    fed, ahead_of = steps.fed[at], min(depth, steps.demand.shape[1] - 1 - layer)
-    spend(m, PLAN, g.plan[fed, ahead_of])
+    fed, depth = steps.fed[at], min(depth, steps.demand.shape[1] - 1 - layer)
+    seen_ns = mach.goes_on(m, r, g.foresee[fed, depth, 1]) if depth else 0
+    spend(m, PLAN, g.plan[fed])
     host.settle(m, r, p)
     mach.watch(m)
     distinct = host.demanded(steps, at, layer)
@@ -157,10 +158,15 @@ def _layer(
     if not step.demand(p, rules, layer, experts, counts, split, action):
         m.at[mach.FAILED] = 3
         return False
-    for ahead in range(ahead_of):
-        step.prefetch(p, rules, layer + 1 + ahead, steps.predicted[ahead, at, layer + 1 + ahead])
-    launched = _run(m, r, b, g, p, layer, experts, counts, fed > 1, action, steps.attention[at, 0])
-    _enter(m, r, b, g, steps, at, layer + 1, depth, launched)
+    on_cpu = _begin(m, r, b, g, p, layer, experts, counts, fed > 1, action)
+    if depth:
+        _foresee(m, r, g, p, rules, steps, at, layer, depth, seen_ns)
+    _issue(m, r, g, p)
+    if m.at[N_COMING]:
+        host.copied(m, r, b, p, layer, experts, counts, fed > 1, action)
+    host.settle(m, r, p)
+    launched = _await_cpu(m, r, p, steps.attention[at, 0]) if on_cpu else -1
+    _enter(m, r, b, g, steps, at, layer + 1, launched)
     host.settle(m, r, p)
     host.await_landings(m, r, p)
     spend(m, FINISH, b.finish[fed, 0])
@@ -171,7 +177,7 @@ def _layer(
 
 
 @inlined
-def _run(
+def _begin(
     m: Machine,
     r: Rates,
     b: Blocks,
@@ -182,11 +188,8 @@ def _run(
     counts: NDArray[np.int32],
     window: bool,
     action: NDArray[np.int8],
-    launch_ns: int,
 ) -> int:
-    """Run a layer-step's experts. Of those on the CPU the results are then there, and what follows was launched before,
-    in `launch_ns`, to wait for them: returns when, -1 without any.
-    """
+    """Begin a layer-step's residents and CPU experts; how many the CPU has."""
     on_cpu, cpu_tokens, hits, hit_tokens = host.sort_out(m, p, layer, experts, counts, window, action)
     if hits:
         host.experts_gpu(m, r, b, p, layer, hits, hit_tokens)
@@ -195,13 +198,35 @@ def _run(
         mach.start_cpu(m, r, layer, on_cpu, cpu_tokens)
         spend(m, PLAN, g.submit_ns)
         host.settle(m, r, p)
+    return int(on_cpu)
+
+
+@inlined
+def _foresee(
+    m: Machine,
+    r: Rates,
+    g: Graphs,
+    p: PolicyState,
+    rules: Rules,
+    steps: Steps,
+    at: int,
+    layer: int,
+    depth: int,
+    seen_ns: int,
+) -> None:
+    """Tell the brain of predictions once the device has made them."""
     _issue(m, r, g, p)
-    if m.at[N_COMING]:
-        host.copied(m, r, b, p, layer, experts, counts, window, action)
+    spend(m, WAIT_GPU, max(0, seen_ns - m.at[HOST]))
+    spend(m, PLAN, g.foresee[steps.fed[at], depth, 0])
     host.settle(m, r, p)
-    if not on_cpu:
-        return -1
-    launched = m.at[mach.HOST]
+    for ahead in range(depth):
+        step.prefetch(p, rules, layer + 1 + ahead, steps.predicted[ahead, at, layer + 1 + ahead])
+
+
+@inlined
+def _await_cpu(m: Machine, r: Rates, p: PolicyState, launch_ns: int) -> int:
+    """Launch what follows, in `launch_ns`, to wait for the results of CPU experts; when it was, once they are there."""
+    launched = m.at[HOST]
     spend(m, ATTENTION, launch_ns)
     host.settle(m, r, p)
     host.await_cpu(m, r, p)

@@ -380,6 +380,13 @@ def queued(m: Machine, r: Rates, begun: int, ended: int, gpu_ns: int, experts: i
 
 
 @inlined
+def goes_on(m: Machine, r: Rates, gpu_ns: int) -> int:
+    """A stream in which nothing else is left goes on with what was launched last; when that is done."""
+    m.at[FREE_AT] += slowed_ns(m, r, gpu_ns)
+    return int(m.at[FREE_AT])
+
+
+@inlined
 def _stream(m: Machine, r: Rates) -> None:
     """Go on with the stream where it stopped: launches in order, each behind its copy."""
     at = m.at

@@ -115,13 +115,13 @@ def _over(costs: CostModel, probe: str, tokens: int) -> Cost:
 def graphs(costs: CostModel, settings: Settings, fed: int) -> Graphs:
     """What graphs add, for steps of up to `fed` tokens."""
     found, depths = GraphCosts(costs, settings), range(settings.prefetch_depth + 1)
-    extra = np.zeros((2, fed + 1, len(depths)), np.int64)
-    plan = np.zeros((fed + 1, len(depths)), np.int64)
+    extra = np.array([found.extra_ns(executes) for executes in (False, True)], np.int64)
+    plan = np.array([0, *(found.plan_ns(n) for n in range(1, fed + 1))], np.int64)
+    foresee = np.zeros((fed + 1, len(depths), 2), np.int64)
     for n, depth in product(range(1, fed + 1), depths):
-        plan[n, depth] = found.plan_ns(n, depth)
-        extra[:, n, depth] = [found.extra_ns(n, depth, executes) for executes in (False, True)]
-    host = found.host
-    return Graphs(extra, plan, host.issue_ns, host.submit_ns, found.ahead_ns)
+        cost = found.foresee(n, depth)
+        foresee[n, depth] = cost.host_ns, cost.gpu_ns
+    return Graphs(extra, plan, foresee, found.host.issue_ns, found.host.submit_ns, found.ahead_ns)
 
 
 def used(

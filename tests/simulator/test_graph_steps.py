@@ -56,11 +56,29 @@ def test_the_device_goes_on_behind_cpu_experts(run):
     settings = Settings(miss_action="cpu", cpu_threads=2)
     found = run(manual_trace(ONE, [[[0, 1]], [[0, 1]]]), make_graph_profile(ONE), ONE, settings, (0,))
     # Entering takes 3 more. From 79 on two experts take 60, at first 15 more as the workers slept. Of what the device
-    # would take for a layer at 64 tokens that predicts, 44 are left then; so much less is left of the head as well.
+    # would take for a layer at 64 tokens, 44 are left then; so much less is left of the head as well.
     # The second time the workers had rested for over 100.
-    alone = 12 + 4 + 53 + 10 + 60 + 40 - (56.3 + 3 + 3 - 44)
+    alone = 12 + 4 + 53 + 10 + 60 + 40 - (56.3 + 3 - 44)
     assert (found.token_ns / 1e3).tolist() == [alone + 15, alone + 15]
     assert found.stall_ns["wait_cpu"] == 2 * (60 + 15 - 5 - 3) * 1000  # less submitting, and launching what follows
+
+
+@BOTH
+@pytest.mark.unit
+def test_cpu_experts_do_not_wait_for_predictions(run):
+    nothing = [[[-1, -1], [-1, -1]]]
+    trace = manual_trace(TWO, [[[0, 1], [2, 3]]], nothing)
+    plain = Settings(miss_action="cpu", admission="none", cpu_threads=2)
+    ahead = plain.changed(predictor="gate", prefetch_depth=1)
+    profile = make_graph_profile(TWO)
+    long = [m.model_copy(update={"gpu_us": 200.0}) if m.probe == "predict" else m for m in profile.measurements]
+    times = [run(trace, profile, TWO, settings, (0, 0)).total_ns / 1e3 for settings in (plain, ahead)]
+    # The device predicts for 3 and the host plans for 4, while the CPU computes for 60.
+    assert times[0] == times[1]
+    slow = profile.model_copy(update={"measurements": tuple(long)})
+    # Told at 69, seen at 269 and planned at 273; from then on a layer is entered for 4 + 50 + 3. It began at 84, and
+    # 37.7 were left of it when the CPU was done at 154. The next time its workers had rested for over 100.
+    assert run(trace, slow, TWO, ahead, (0, 0)).total_ns / 1e3 == times[0] + (273 + 57) - (154 + 37.7) + 15
 
 
 @BOTH

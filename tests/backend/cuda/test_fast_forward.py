@@ -15,11 +15,14 @@ from played import accelerate
 from test_random_weights import BY_NAME, SMALL
 from tiny_models import CONTEXT
 
+from foreload.backend.cuda import forward
 from foreload.backend.cuda.kernels.layout import BlockLayout
 from foreload.backend.cuda.kernels.torch_ops import TorchOps
+from foreload.backend.cuda.pieces import Pieces
 from foreload.backend.cuda.plan import merge_told, sort_demand
 from foreload.backend.engine import Engine, EngineOptions
 from foreload.backend.models.checkpoint import Checkpoint
+from foreload.backend.observe import Marks
 from foreload.backend.policy import Counter
 from foreload.backend.policy.state import DECODE
 from foreload.backend.recorder import Prompt, record
@@ -362,4 +365,27 @@ def test_a_device_that_tells_of_other_experts_ends_the_step(fast: MakeEngine, mo
     publish = TorchOps.publish
     monkeypatch.setattr(TorchOps, "publish", lambda self, now, ids, *rest: publish(self, now, ids + 999, *rest))
     with pytest.raises(InternalError, match="told of experts that MoE layer 0"):
+        engine.generate(PROMPT, 2, stop=False)
+
+
+@pytest.mark.integration
+def test_the_cpu_begins_before_predictions_are_there(fast: MakeEngine) -> None:
+    fields = {"miss_action": "cpu", "cpu_threads": 1, "predictor": "gate", "prefetch_depth": 1, "admission": "none"}
+    engine = fast(Settings.parse({"cache_ratio": 0.0, **fields}))
+    engine.forward.marks = marks = Marks()
+    engine.generate(PROMPT, 2, stop=False)
+    spans = {(kind, layer): (since, until) for kind, layer, _, since, until in marks.spans if kind != "plan"}
+    layers = engine.shape.n_moe_layers
+    assert {layer for kind, layer in spans if kind == "predict"} == set(range(layers - 1))
+    for layer in range(layers - 1):
+        assert spans["route", layer][1] <= spans["submit", layer][0] < spans["submit", layer][1]
+        assert spans["submit", layer][1] == spans["predict", layer][0] < spans["issue", layer][0]
+
+
+@pytest.mark.integration
+def test_a_device_that_never_tells_its_predictions(fast: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = fast(Settings.parse({"cache_ratio": 0.25, "predictor": "gate", "prefetch_depth": 1}))
+    monkeypatch.setattr(forward, "PATIENCE_NS", 1_000_000)
+    monkeypatch.setattr(Pieces, "_predict", lambda self, at: None)
+    with pytest.raises(InternalError, match="told the routing of MoE layer 0, but not its predictions"):
         engine.generate(PROMPT, 2, stop=False)
