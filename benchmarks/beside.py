@@ -40,13 +40,16 @@ FIRST_S = 4.0
 
 @dataclass
 class Cell:
-    """One setting on one workload at one context, and its repeats; `refused` says why there are none."""
+    """One setting on one workload at one context, and its repeats; `refused` says why there are none. `steps`: no more
+    than so many of the workload's are timed.
+    """
 
     name: str
     workload: str
     settings: Settings
     context: int
     ratio: float | None = None
+    steps: int | None = None
     case: Case | None = None
     capacity: tuple[int, ...] = ()
     runs: list[dict[str, Any]] = field(default_factory=list)
@@ -112,7 +115,8 @@ class Beside:
         engine, begun = self.engine, time.monotonic()
         workload = self._workloads[cell.workload]
         if cell.case is None:
-            cell.case = workload.case(cell.settings, Engines(engine.calibrated, engine.drafts.name))
+            case = workload.case(cell.settings, Engines(engine.calibrated, engine.drafts.name))
+            cell.case = case if cell.steps is None else replace(case, steps=min(case.steps, cell.steps))
         case = cell.case
         key = (cell.workload, case.way, case.settings.draft.kind)
         if key not in self._recorded:

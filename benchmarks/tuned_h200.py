@@ -46,7 +46,9 @@ CONTEXT, WARM, STEPS = 1024, 8, 20
 PREPARE_SHARE, FULL_LINK_SHARE, MEASURE_SHARE = 0.4, 0.36, 0.95
 SLOW = 1.5
 """Settings simulated to take so many times the fastest of their cache size are measured once, after some rounds."""
-NEAR, MOST, FEW_ROUNDS = 1.06, 9, 3
+VERY_SLOW, FEW_STEPS = 4.0, 6
+"""Those that take so many times as long are timed over fewer steps."""
+NEAR, MOST, FEW_ROUNDS = 1.06, 14, 3
 """Settings that take no longer than so many times the fastest of their cache size have up to so many repeats, and more
 than the least before those that are slow."""
 
@@ -169,14 +171,15 @@ def cells(of: Mapping[str, Any], workload: str, context: int) -> tuple[list[Cell
     named: dict[str, tuple[dict[str, Any], float]] = {name: tuple(entry) for name, entry in of["named"].items()}
     named |= {f"grid {at}": tuple(entry) for at, entry in enumerate(of["grid"], 1)}
     ordered = sorted(named, key=lambda name: named[name][1])
-    most = SLOW * named[ordered[0]][1]
     alike: dict[Settings, list[str]] = {}
     for name in ordered:
         alike.setdefault(Settings.parse(named[name][0]), []).append(name)
     made: tuple[list[Cell], list[Cell]] = ([], [])
     for settings, names in alike.items():
-        cell = Cell(" = ".join(names), workload, settings, context, of["cache_ratio"])
-        made[0 if is_tuned(cell.name) or named[names[0]][1] <= most else 1].append(cell)
+        slower = named[names[0]][1] / named[ordered[0]][1]
+        steps = FEW_STEPS if slower >= VERY_SLOW else None
+        cell = Cell(" = ".join(names), workload, settings, context, of["cache_ratio"], steps)
+        made[0 if is_tuned(cell.name) or slower <= SLOW else 1].append(cell)
     return made
 
 

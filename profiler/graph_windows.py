@@ -23,8 +23,9 @@ TOKENS = (1, 2, 5, 9)
 
 def resident_windows(bench: GraphBench, effort: Effort, basis: Basis) -> Iterator[Measurement]:
     """Blocks of steps over several tokens, and groups of resident experts that see several tokens."""
-    stage, layers = bench.stage("fetch"), bench.shape.n_moe_layers
+    layers = bench.shape.n_moe_layers
     for rows in TOKENS:
+        stage = bench.stage("fetch")
         each = enter_us(bench, effort, rows)
         groups: dict[tuple[int, int], list[float]] = {}
         steps: list[StepTimes] = []
@@ -45,15 +46,24 @@ def resident_windows(bench: GraphBench, effort: Effort, basis: Basis) -> Iterato
             if rows > 1 and samples:
                 yield summarise_device("window_experts_gpu", [0.0], samples, experts=experts, tokens=tokens)
         yield from _host_blocks(steps, rows, basis.latency_us, median(groups[max(groups)] or [0.0]))
-        slots = bench.anywhere()
-        whole = [
-            bench.step([Asked(next(_groups(bench, stage.resident, rows)))] * layers, PROBED_CONTEXT, slots)
-            for _ in in_time(effort.rounds, effort.seconds)
-        ]
-        yield summarise_device(
-            "window_whole", [0.0], [(step.done_ns - step.begun_ns) / 1e3 for step in whole[1:]], tokens=rows
-        )
+        yield from _whole(bench, effort, rows)
     yield from _predicting(bench, effort)
+
+
+def _whole(bench: GraphBench, effort: Effort, rows: int) -> Iterator[Measurement]:
+    """Steps of one launch whose tokens have the same experts, and what each takes longer that only one of them has."""
+    slots, k, layers = bench.anywhere(), bench.shape.top_k, bench.shape.n_moe_layers
+    every, found = list(range(bench.shape.experts)), dict[bool, list[float]]()
+    for alike in (True, False) if rows > 1 else (True,):
+        routing = [routed(every, rows, k, alike, at * k) for at in range(layers)]
+        asked = [Asked(experts) for experts in routing]
+        steps = [bench.step(asked, PROBED_CONTEXT, slots) for _ in in_time(effort.rounds, effort.seconds)]
+        found[alike] = [(step.done_ns - step.begun_ns) / 1e3 for step in steps[1:]]
+    yield summarise_device("window_whole", [0.0], found[True], tokens=rows)
+    if rows > 1 and (others := layers * (len(np.unique(routing[0])) - k)):
+        base = median(found[True])
+        each = [max(0.0, us - base) / others for us in found[False]]
+        yield summarise_device("window_whole_expert", [0.0], each, tokens=rows)
 
 
 def _host_blocks(steps: list[StepTimes], rows: int, latency: float, experts: float) -> Iterator[Measurement]:

@@ -44,7 +44,7 @@ class GraphCosts:
         self._costs.block("attention", context, tokens)
         _ = self._costs.interrupt_ns, self.ahead_ns
         if all_slots:
-            self.whole_ns(context, tokens)
+            self.whole_ns(context, tokens, 0)
 
     def extra_ns(self, executes: bool) -> int:
         """What entering a layer takes the device beyond `attention`, until its routing is told; may be below 0."""
@@ -94,9 +94,13 @@ class GraphCosts:
         one = self._costs.at(layer).experts_gpu(1, tokens)
         return Cost(self.host.late_ns, one.gpu_ns, one.source)
 
-    def whole_ns(self, context: int, tokens: int) -> int:
-        """A step of one launch."""
-        return self._costs.block("whole", context, tokens).gpu_ns + self._replayed_ns
+    def whole_ns(self, context: int, tokens: int, experts: int) -> int:
+        """A step of one launch whose layers have so many distinct experts together."""
+        costs, shape = self._costs, self._costs.shape
+        whole_ns, others = costs.block("whole", context, tokens).gpu_ns, experts - shape.n_moe_layers * shape.top_k
+        if tokens > 1 and costs.measured("window_whole_expert"):
+            whole_ns += max(0, others) * costs.cost("window_whole_expert", tokens).gpu_ns
+        return whole_ns + self._replayed_ns
 
     @cached_property
     def _replayed_ns(self) -> int:

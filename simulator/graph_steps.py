@@ -33,7 +33,8 @@ def step(engine: EngineModel, costs: GraphCosts, request: Request, at: int) -> P
         device.block("draft", engine.costs.draft(engine.settings, fed - 1))
         yield from device.sync()
     costs.look_up(request.context[at], fed, engine.all_slots)
-    whole_ns = costs.whole_ns(request.context[at], fed) if engine.all_slots else 0
+    distinct = int(np.count_nonzero(request.counts[at]))
+    whole_ns = costs.whole_ns(request.context[at], fed, distinct) if engine.all_slots else 0
     if whole_ns and (engine.brain.state.status == KEPT).all():
         _tell(engine, request, at)
         clock.spend("head", whole_ns)

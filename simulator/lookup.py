@@ -33,12 +33,12 @@ AXIS = {
     "prefill_layer": "tokens",
     "prefill_expert": "tokens",
     "sample": "tokens",
-    **dict.fromkeys((*WINDOW_BLOCKS, "window_whole"), "tokens"),
+    **dict.fromkeys((*WINDOW_BLOCKS, "window_whole", "window_whole_expert"), "tokens"),
     **dict.fromkeys(("draft_ngram", "draft_model"), "tokens"),
 }
 SLOPED = (
     "after_wait", "attention", "whole", "prefill_layer", "prefill_expert", "sample", "draft_ngram", "draft_model",
-    "window_whole", *WINDOW_BLOCKS,
+    "window_whole", "window_whole_expert", *WINDOW_BLOCKS,
 )  # fmt: skip
 """Probes that hold their slope outside, not their rate."""
 

@@ -128,3 +128,20 @@ def test_regret_is_of_rounds_that_both_were_in() -> None:
     assert tuned_h200._behind([{**tuned, "name": "tuned"}, *rows[1:]], "grid ") == pytest.approx(-0.826, abs=0.001)
     assert tuned_h200._behind(rows, "preset ") == pytest.approx(-50.0)
     assert tuned_h200._behind(rows[:1], "preset ") is None
+
+
+@pytest.mark.unit
+def test_slow_settings_are_measured_over_fewer_steps() -> None:
+    sizes = {"tuned": 2.0, "default": 2.9, "preset on_demand": 3.1, "preset fate": 8.1}
+    named = {name: [{"prefetch_width": at + 1}, ms] for at, (name, ms) in enumerate(sizes.items())}
+    of = {"cache_ratio": 0.25, "named": named, "grid": [[{"prefetch_width": 1}, 2.0], [{"prefetch_width": 9}, 2.5]]}
+    quick, slow = tuned_h200.cells(of, "made up", 64)
+    assert [(cell.name, cell.steps) for cell in quick] == [
+        ("tuned = grid 1", None),
+        ("grid 2", None),
+        ("default", None),
+    ]
+    assert [(cell.name, cell.steps) for cell in slow] == [
+        ("preset on_demand", None),
+        ("preset fate", tuned_h200.FEW_STEPS),
+    ]

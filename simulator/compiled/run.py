@@ -143,7 +143,8 @@ class _Run:
         whole = [0] * len(places)
         if self.costs.graphs and self.all_slots:
             found = GraphCosts(self.costs, self.settings)
-            whole = [found.whole_ns(context, fed) for context, fed in places]
+            distinct = np.count_nonzero(request.counts, axis=(1, 2)).tolist()
+            whole = [found.whole_ns(*place, experts) for place, experts in zip(places, distinct, strict=True)]
         return Steps(
             demand=request.demand,
             counts=request.counts,

@@ -135,6 +135,8 @@ def make_graph_profile(shape: ModelShape, copy_us: float = 100.0, slow_us: float
             add(f"window_{block}", 50 + 2 * tokens, tokens=tokens)
         for block in ("attention", "predict", "head", "whole"):
             add(f"window_{block}", 0, 50 + 4 * tokens, tokens=tokens)
+        if tokens > 1:
+            add("window_whole_expert", 0, 2, tokens=tokens)
     for experts, tokens in ((1, 2), (1, 8), (shape.top_k, 2 * shape.top_k), (2 * shape.top_k, 2 * shape.top_k)):
         add("window_experts_gpu", 3, 4 * experts + tokens, experts=experts, tokens=tokens)
     meta = base.meta.model_copy(update={"path": "graphs"})

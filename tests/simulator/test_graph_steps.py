@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -11,12 +12,13 @@ from sim_inputs import make_graph_profile, make_shape, make_trace, make_windows,
 from foreload.backend.policy import Counter
 from foreload.errors import FileError
 from foreload.profiler.schema import HardwareProfile
-from foreload.settings import Settings, slot_counts
+from foreload.settings import Draft, Settings, slot_counts
 from foreload.simulator import compiled, engine_model
 from foreload.simulator.bounds import bounds
 from foreload.simulator.costs import CostModel, split_costs
 from foreload.simulator.tune import tune
 from foreload.simulator.workload import load_requests
+from foreload.traces.schema import PREFILL
 from foreload.traces.timings import KINDS
 
 ONE, TWO = make_shape(layers=1), make_shape(layers=2)
@@ -107,6 +109,25 @@ def test_all_resident_is_one_launch(run):
         base = 2 * (50 + 5 * 2) + 20 + 2 * us
         assert (found.token_ns / 1e3).round().tolist() == pytest.approx([base, base, base], abs=1)
         assert set(found.time_ns) == {"head"}
+
+
+@BOTH
+@pytest.mark.unit
+def test_a_window_of_one_launch_takes_longer_with_more_experts(run):
+    warm, costs = np.ones((2, TWO.experts), np.int64), make_graph_profile(TWO)
+    settings = Settings(draft=Draft(kind="ngram", gamma=3))
+    same = make_windows(TWO, gamma=3, requests=1, steps=6)
+    same.experts[:] = [0, 1]
+    others = replace(
+        same, experts=same.experts + (np.arange(len(same.experts)) % 2 * 2).astype(np.int16)[:, None, None]
+    )
+    capacity = (TWO.experts,) * 2
+    few, many = (run(trace, costs, TWO, settings, capacity, warm=warm) for trace in (same, others))
+    starts = same.step_starts()
+    sizes = np.diff(starts)[same.phase[starts[:-1]] != PREFILL]
+    more = 2 * 2 * 2 * int((sizes > 1).sum())  # 2 us for each of two others in two layers, in windows alone
+    assert few.time_ns["head"] + more * 1000 == many.time_ns["head"]
+    assert more > 0
 
 
 @pytest.mark.integration

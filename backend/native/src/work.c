@@ -111,7 +111,6 @@ static int copy_inputs(fl_job *job, const fl_work *work) {
     size_t hidden = (size_t)job->layout.hidden;
     float *values = malloc(hidden * sizeof(float));
     if (!values) return -2;
-    memset(job->x, 0, job->x_stride * (size_t)work->tokens);
     for (int t = 0; t < work->tokens; t++) {
         const uint16_t *words = (const uint16_t *)work->x + t * hidden;
         uint16_t *row = (uint16_t *)(job->x + t * job->x_stride);
@@ -119,11 +118,12 @@ static int copy_inputs(fl_job *job, const fl_work *work) {
             for (size_t i = 0; i < hidden; i++) row[mx_place(i)] = words[i];
             continue;
         }
+        float *given = job->choice.x_kind == FL_X_F32 ? (float *)row : values;
         if (work->x_bf16)
-            for (size_t i = 0; i < hidden; i++) values[i] = from_bf16(words[i]);
+            for (size_t i = 0; i < hidden; i++) given[i] = from_bf16(words[i]);
         else
-            memcpy(values, (const float *)work->x + t * hidden, hidden * sizeof(float));
-        put_inputs(job->choice.x_kind, job->x + t * job->x_stride, hidden, 0, hidden, values);
+            memcpy(given, (const float *)work->x + t * hidden, hidden * sizeof(float));
+        if (given == values) put_inputs(job->choice.x_kind, (uint8_t *)row, hidden, 0, hidden, values);
     }
     free(values);
     return 0;
@@ -158,6 +158,9 @@ int fl_job_fill(fl_job *job, int isa, int threads, const fl_layout *layout, cons
     if (ensure(&job->x, &job->x_room, x_stride * (size_t)work->tokens)) return -2;
     if (ensure(&job->middle, &job->middle_room, middle_stride * (size_t)job->pairs)) return -2;
     if (work->weights && ensure(&job->outputs, &job->outputs_room, 4 * hidden * (size_t)job->pairs)) return -2;
+    /* Rows without padding are written whole, and their lines are in the workers' caches: not twice from there. */
+    if (hidden % FL_PAD || beyond) memset(job->x, 0, x_stride * (size_t)work->tokens);
+    if (width % FL_PAD || beyond) memset(job->middle, 0, middle_stride * (size_t)job->pairs);
     job->layout = *layout;
     job->choice = choice;
     job->x_stride = x_stride;
@@ -169,7 +172,6 @@ int fl_job_fill(fl_job *job, int isa, int threads, const fl_layout *layout, cons
     job->soon = work->soon;
     job->phases = work->weights ? 3 : 2;
     if (copy_inputs(job, work)) return -2;
-    memset(job->middle, 0, middle_stride * (size_t)job->pairs);
     int pairs_per_unit = choice.x_kind == FL_X_I16 ? FL_BLOCK : FL_ROWS / 2;
     cut(job, 0, layout->width, pairs_per_unit, 2 * (size_t)pairs_per_unit * row_bytes(layout->format, hidden), threads);
     cut(job, 1, layout->hidden, FL_ROWS, FL_ROWS * row_bytes(layout->format, width), threads);
