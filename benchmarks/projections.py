@@ -1,12 +1,13 @@
 """Ways to compute the projections of a decode step over one token and over several, timed beside those in use.
 
-    python -m benchmarks.projections --out FILE [--model shape:qwen3-30b-a3b] [--tokens 1,2,3,5,9] [--seconds 60]
+    python -m benchmarks.projections --out FILE [--model shape:qwen3-30b-a3b] [--tokens 1,2,3,5,9] [--seconds 110]
 
 A chain of all layers' norm and projection to queries, keys and values, projection back, and norm and gate, each with
 weights of its own, in one graph. `rows` are matrix-vector kernels, a token after the other or each in programs of its
 own (`apart`), or two at once (`pairs`); `tiles` use tensor cores, whose columns are tokens. Of each way: microseconds a
 layer by tokens, the largest relative difference from float32, and whether a token's numbers are the same whatever the
-number of tokens. Writes FILE (JSON).
+number of tokens; and what a layer of one token takes behind a rest, as behind CPU experts, without and with its weights
+brought to the L2 cache before it. Writes FILE (JSON).
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from foreload.machine import machine_name, software
 
 EPS = 1e-6
 REPLAYS = 40
+REST_CYCLES, LINES = 200_000, 1024
+"""A rest of about 100 us; lines of 128 bytes that a program of `bring` asks for."""
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -209,6 +212,19 @@ def rows_linear_residual(
         tl.store(y + there, found.to(y.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def bring(
+    weights: tl.tensor, ELEMENTS: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr
+) -> None:
+    """Program (part of `weights`): its lines begin to come into the L2 cache."""
+    follow(PDL, True)
+    at = (tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)) * LINE
+    place = weights + tl.minimum(at, ELEMENTS - 1)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [place], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
 @dataclass(frozen=True)
 class Way:
     """How both kinds of projection are computed: `norm_linear(x, norm, weights, y)` and
@@ -355,13 +371,43 @@ def alike(chain: Chain, way: Way, tokens: Sequence[int]) -> bool:
     return all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
+def bring_to_l2(weights: Tensor, pdl: bool) -> None:
+    """All of it."""
+    line = 128 // weights.element_size()
+    programs = tiles(tiles(weights.numel(), line), LINES)
+    bring[(programs,)](weights, ELEMENTS=weights.numel(), LINE=line, LINES=LINES, PDL=pdl, launch_pdl=pdl)
+
+
+def rested_us(chain: Chain, way: Way | None, brought: int, pdl: bool) -> float:
+    """Median microseconds a layer of one token with a rest before it; the rest alone if there is no `way`. Before that
+    the first `brought` weights are brought to the L2 cache: of queries, keys and values; back; of the gate.
+    """
+
+    def run() -> None:
+        for layer in chain.layers:
+            for weights in (layer.qkv, layer.back, layer.gate)[:brought]:
+                bring_to_l2(weights, pdl)
+            torch.cuda._sleep(REST_CYCLES)  # type: ignore[no-untyped-call]
+            if way is not None:
+                way.norm_linear(chain.x[:1], layer.norms[0], layer.qkv, chain.qkv[:1])
+                way.linear_residual(chain.mixed[:1], layer.back, chain.x[:1], chain.r[:1])
+                way.norm_linear(chain.r[:1], layer.norms[1], layer.gate, chain.scores[:1])
+
+    return graph_us(run) / len(chain.layers)
+
+
 def layer_us(chain: Chain, way: Way, n: int) -> float:
     """Median microseconds a layer, in a graph of all of them."""
-    chain.run(way, n)  # compiles
+    return graph_us(lambda: chain.run(way, n)) / len(chain.layers)
+
+
+def graph_us(run: Callable[[], None]) -> float:
+    """Median microseconds of a graph."""
+    run()  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        chain.run(way, n)
+        run()
     found = []
     for _ in range(REPLAYS):
         begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -369,7 +415,7 @@ def layer_us(chain: Chain, way: Way, n: int) -> float:
         graph.replay()
         done.record()
         done.synchronize()
-        found.append(1e3 * begun.elapsed_time(done) / len(chain.layers))
+        found.append(1e3 * begun.elapsed_time(done))
     return statistics.median(found)
 
 
@@ -378,6 +424,7 @@ def measure(chain: Chain, tokens: Sequence[int], until: float, out: Path) -> dic
     pdl = torch.cuda.get_device_capability() >= (9, 0)
     device = torch.cuda.get_device_name()
     found: dict[str, Any] = {"device": device, "machine": machine_name(), "software": software(), "ways": []}
+    rests = {brought: rested_us(chain, None, brought, pdl) for brought in range(4)}
     for way in ways(pdl):
         if time.monotonic() > until:
             break
@@ -386,11 +433,13 @@ def measure(chain: Chain, tokens: Sequence[int], until: float, out: Path) -> dic
             one["difference"] = difference(chain, way, max(tokens))
             one["alike"] = alike(chain, way, tokens)
             one["layer_us"] = {str(n): layer_us(chain, way, n) for n in tokens}
+            one["rested_us"] = {str(n): rested_us(chain, way, n, pdl) - rest for n, rest in rests.items()}
         except Exception as error:  # a way that a card cannot take must not cost the others
             one["failed"] = f"{type(error).__name__}: {error}"[:300]
         found["ways"].append(one)
         write_json(out, found)
-        times = " ".join(f"{us:6.2f}" for us in one.get("layer_us", {}).values())
+        kinds = [one.get(kind, {}).values() for kind in ("layer_us", "rested_us")]
+        times = " | ".join(" ".join(f"{us:6.2f}" for us in kind) for kind in kinds)
         print(
             f"{way.name:50} {times} {one.get('failed', '') or (one['alike'], round(one['difference'], 4))}", flush=True
         )
@@ -403,7 +452,7 @@ def main(args: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", default="shape:qwen3-30b-a3b")
     parser.add_argument("--tokens", default="1,2,3,5,9")
-    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seconds", type=float, default=110.0)
     given = parser.parse_args(args)
     shape = Checkpoint.open(given.model).shape
     mixed = shape.heads * shape.head_dim

@@ -35,7 +35,7 @@ def test_on_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = toy("qwen3-30b-a3b")
     with Engine(model, EngineOptions(context_tokens=64), bench_settings(model.shape)) as engine:
         device = accelerate(engine, 2, poison=False)
-        found = profile_h200.on_engine(engine, {}, time.monotonic() + 40, tmp_path)
+        found = profile_h200.on_engine(engine, {}, time.monotonic() + 20, tmp_path)
         rates = measure_rates(engine)
         late = profile_h200.on_engine(engine, {}, time.monotonic(), tmp_path / "late")
         engine.copies.close()
