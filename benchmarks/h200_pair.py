@@ -152,6 +152,8 @@ def second_lane(out: Path, corpus: Path | None) -> list[Step]:
     return [
         Step("compiled", ["benchmarks.compiled"], 300),
         Step("mini", ["benchmarks.mini_h200", "--out", str(out / "mini")], 250),
+        Step("loop", ["benchmarks.gpu_loop", "--out", str(out / "loop")], 200),
+        Step("projections", ["benchmarks.projections", "--out", str(out / "projections.json")], 150),
         *(() if corpus is None else formats_of_topo(out, corpus)),
         Step("kernels", [*pytest, "-m", "unit or gpu", "tests/backend/cuda"], 120),
         Step("gpu", [*pytest, "-m", "gpu", "tests/backend", "tests/oracles"], 150),
