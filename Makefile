@@ -7,14 +7,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 
-.PHONY: demo test check compiled bench clean
+.PHONY: demo test check bench clean
 
 demo: $(STAMP)
 	$(BIN)/foreload demo $(ARGS)
 
-# In two processes; each computes on one thread, or they would wait for each other's, and finds the simulator compiled.
-test: $(STAMP)
-	$(MAKE) --no-print-directory --jobs 2 check compiled
+# In two processes; each computes on one thread, or they would wait for each other's.
+test: check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 # Types are checked on the installed layout: mypy cannot follow the mapping of folders to packages.
@@ -25,9 +24,6 @@ check: $(STAMP)
 	$(PIP) install -qq --no-deps --no-build-isolation --target .build/site .
 	rm -rf build
 	cd .build && MYPYPATH=site ../$(BIN)/mypy --config-file ../pyproject.toml --strict -p foreload
-
-compiled: $(STAMP)
-	$(BIN)/python -m benchmarks.compiled
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)
