@@ -39,7 +39,7 @@ WORK_EXPERTS, WORK_TAG = 0, 4
 DONE, UNTOLD, NO_SLOT, FAILED, ASTRAY, UNSEEN = 0, 1, 2, 3, 4, 5
 """`Host.outcome`: all layers are done; a layer did not tell in time; the demand found no staging slot; CUDA's error; a
 layer told of experts that it does not have; one told its routing, but not what it predicts."""
-PATIENT = 60
+PATIENT = 10
 """Predictions follow the routing at once. So many times longer the host waits for them, since it has begun by then."""
 
 
