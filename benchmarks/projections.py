@@ -35,8 +35,8 @@ from foreload.machine import machine_name, software
 
 EPS = 1e-6
 REPLAYS = 40
-REST_CYCLES, LINES = 200_000, 1024
-"""A rest of about 100 us; lines of 128 bytes that a program of `bring` asks for."""
+REST_CYCLES, BROUGHT_ROWS = 200_000, 32
+"""A rest of about 100 us; rows that a program of `bring` asks for."""
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -213,16 +213,10 @@ def rows_linear_residual(
 
 
 @triton.jit
-def bring(
-    weights: tl.tensor, ELEMENTS: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr
-) -> None:
-    """Program (part of `weights`): its lines begin to come into the L2 cache."""
+def bring(weights: tl.tensor, WIDTH: tl.constexpr, OUT: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr) -> None:
+    """Program (row tile of `weights` [OUT, WIDTH]): it begins to come into the L2 cache."""
     follow(PDL, True)
-    at = (tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)) * LINE
-    place = weights + tl.minimum(at, ELEMENTS - 1)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [place], dtype=tl.int32, is_pure=False, pack=1
-    )
+    fetch(weights, tl.program_id(0) * ROWS, ROWS, WIDTH, OUT)
 
 
 @dataclass(frozen=True)
@@ -373,9 +367,8 @@ def alike(chain: Chain, way: Way, tokens: Sequence[int]) -> bool:
 
 def bring_to_l2(weights: Tensor, pdl: bool) -> None:
     """All of it."""
-    line = 128 // weights.element_size()
-    programs = tiles(tiles(weights.numel(), line), LINES)
-    bring[(programs,)](weights, ELEMENTS=weights.numel(), LINE=line, LINES=LINES, PDL=pdl, launch_pdl=pdl)
+    out, width = weights.shape
+    bring[(tiles(out, BROUGHT_ROWS),)](weights, WIDTH=width, OUT=out, ROWS=BROUGHT_ROWS, PDL=pdl, launch_pdl=pdl)
 
 
 def rested_us(chain: Chain, way: Way | None, brought: int, pdl: bool) -> float:

@@ -28,7 +28,7 @@ from foreload.backend.speculate.base import Proposal
 from foreload.errors import InternalError
 from foreload.profiler.bench import Bench, Stage
 from foreload.profiler.schema import PROBED_CONTEXT
-from foreload.settings import Settings, staging_slots
+from foreload.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -190,10 +190,6 @@ class GraphBench(Bench):
         """Slots [layers, experts] for steps of one launch: as many different ones as the device holds, with whatever
         is in them. Such steps read from all over the memory that residents take, and farther apart takes longer.
         """
-        shape, fields = self.shape, {"expert_format": self._settings.expert_format}
-        settings = Settings.parse({**fields, "cache_ratio": 0.0})
-        each = (self.engine.slot_limit - staging_slots(settings, shape)) // shape.n_moe_layers
-        held = (max(0, min(shape.experts, each)),) * shape.n_moe_layers
-        self.engine.apply(Settings.parse({**fields, "slots_per_layer": held}))
-        experts = np.arange(shape.all_experts) % self.engine.brain.slots
-        return experts.reshape(shape.n_moe_layers, shape.experts).astype(np.int32)
+        self.engine.apply(Settings(expert_format=self._settings.expert_format))
+        experts = np.arange(self.shape.all_experts) % self.engine.brain.slots
+        return experts.reshape(self.shape.n_moe_layers, self.shape.experts).astype(np.int32)

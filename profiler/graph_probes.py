@@ -9,7 +9,7 @@ that have them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -234,10 +234,10 @@ def copies(bench: GraphBench, effort: Effort, basis: Basis) -> Iterator[Measurem
             if count and layer + 1 < layers and len(step.layers[layer].copies) == count:
                 turns.append((count, step.layers[layer].until_us(step.layers[layer + 1])))
     bench.engine.copies.spans = None
-    measured = list(_of_copies(bench, missed))
-    yield from measured
-    copy_us = next(one.p50_us for one in measured if one.probe == "copy")
-    first = min((us for us in (_alone_us(bench, effort), _bursts(missed)[0]) if us), key=median)
+    firsts, gaps = _bursts(missed)
+    copy_us = median(gaps or firsts)
+    yield from _of_copies(bench, missed, gaps or firsts)
+    first = min((us for us in (_alone_us(bench, effort), firsts) if us), key=median)
     start = summarise("copy_start", [max(0.0, us - copy_us) for us in first])
     yield start
     plan = median(times.host["plan"] for found in missed.values() for times in found)
@@ -279,10 +279,10 @@ def _bursts(missed: dict[int, list[LayerTimes]]) -> tuple[list[float], list[floa
     return [(burst[0].landed_ns - burst[0].issued_ns) / 1e3 for burst in bursts], gaps
 
 
-def _of_copies(bench: GraphBench, missed: dict[int, list[LayerTimes]]) -> Iterator[Measurement]:
-    """What layer-steps by the number of their misses tell of the link and of the host that serves it."""
-    firsts, gaps = _bursts(missed)
-    gaps = gaps or firsts
+def _of_copies(bench: GraphBench, missed: dict[int, list[LayerTimes]], gaps: Sequence[float]) -> Iterator[Measurement]:
+    """What layer-steps by the number of their misses tell of the link and of the host that serves it; `gaps` lie from
+    landing to landing.
+    """
     pinned = int(bench.engine.slab.pinned)
     yield summarise("copy", gaps, bytes=bench.engine.expert_bytes, pinned=pinned)
     none = missed[0]

@@ -53,17 +53,18 @@ def resident_windows(bench: GraphBench, effort: Effort, basis: Basis) -> Iterato
 def _whole(bench: GraphBench, effort: Effort, rows: int) -> Iterator[Measurement]:
     """Steps of one launch whose tokens have the same experts, and what each takes longer that only one of them has."""
     slots, k, layers = bench.anywhere(), bench.shape.top_k, bench.shape.n_moe_layers
-    every, found = list(range(bench.shape.experts)), dict[bool, list[float]]()
-    for alike in (True, False) if rows > 1 else (True,):
-        routing = [routed(every, rows, k, alike, at * k) for at in range(layers)]
-        asked = [Asked(experts) for experts in routing]
+    every = list(range(bench.shape.experts))
+
+    def steps_us(alike: bool) -> list[float]:
+        asked = [Asked(routed(every, rows, k, alike, at * k)) for at in range(layers)]
         steps = [bench.step(asked, PROBED_CONTEXT, slots) for _ in in_time(effort.rounds, effort.seconds)]
-        found[alike] = [(step.done_ns - step.begun_ns) / 1e3 for step in steps[1:]]
-    yield summarise_device("window_whole", [0.0], found[True], tokens=rows)
-    if rows > 1 and (others := layers * (len(np.unique(routing[0])) - k)):
-        base = median(found[True])
-        each = [max(0.0, us - base) / others for us in found[False]]
-        yield summarise_device("window_whole_expert", [0.0], each, tokens=rows)
+        return [(step.done_ns - step.begun_ns) / 1e3 for step in steps[1:]]
+
+    base = steps_us(True)
+    yield summarise_device("window_whole", [0.0], base, tokens=rows)
+    if others := layers * (min(rows * k, len(every)) - k):
+        more = [max(0.0, us - median(base)) / others for us in steps_us(False)]
+        yield summarise_device("window_whole_expert", [0.0], more, tokens=rows)
 
 
 def _host_blocks(steps: list[StepTimes], rows: int, latency: float, experts: float) -> Iterator[Measurement]:

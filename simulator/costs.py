@@ -232,9 +232,8 @@ class CostModel:
 
     def has_windows(self, draft: str) -> bool:
         """Whether the profile can say what windows of this kind of draft cost."""
-        held = {m.probe for m in self.profile.measurements}
         blocks = GRAPH_WINDOW_BLOCKS if self.graphs else WINDOW_BLOCKS
-        return held >= {*blocks, "window_experts_gpu", f"draft_{draft}"}
+        return self._probes >= {*blocks, "window_experts_gpu", f"draft_{draft}"}
 
     def _plane(self, probe: str, threads: int = 0) -> Plane:
         key = (probe, threads)
@@ -331,7 +330,11 @@ class CostModel:
 
     def measured(self, probe: str) -> bool:
         """Whether the profile holds any measurement of `probe`."""
-        return any(m.probe == probe for m in self.profile.measurements)
+        return probe in self._probes
+
+    @cached_property
+    def _probes(self) -> frozenset[str]:
+        return frozenset(m.probe for m in self.profile.measurements)
 
     @cached_property
     def interrupt_ns(self) -> int:

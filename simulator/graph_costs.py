@@ -72,10 +72,6 @@ class GraphCosts:
         base = self._costs.block("attention", context, tokens)
         return Cost(base.host_ns, max(1, base.gpu_ns + self.extra_ns(executes)), base.source)
 
-    def plan_ns(self, tokens: int) -> int:
-        """From being told until the device may run residents."""
-        return self._costs.block("plan", tokens=tokens).host_ns
-
     def foresee(self, tokens: int, depth: int) -> Cost:
         """Looking `depth` layers ahead: on the device behind the routing, then on the host."""
         if not depth:

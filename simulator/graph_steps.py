@@ -74,7 +74,7 @@ def _layer(engine: EngineModel, costs: GraphCosts, request: Request, at: int, la
     foresee = costs.foresee(fed, depth)
     assert isinstance(device, GraphDevice)
     seen_ns = device.goes_on("predict", foresee.gpu_ns, layer) if depth else 0
-    clock.spend("plan", costs.plan_ns(fed), layer)
+    clock.spend("plan", engine.costs.block("plan", tokens=fed).host_ns, layer)
     yield from engine.settle()
     engine.link.watch()
     decided = _begin(engine, request, at, layer)

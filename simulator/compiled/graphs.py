@@ -36,7 +36,6 @@ class Graphs(NamedTuple):
     """Nanoseconds of what graphs add to `Blocks`; F, D as there."""
 
     extra: NDArray[np.int64]  # [2] entering a layer beyond attention; [1]: of one executing predictions
-    plan: NDArray[np.int64]  # [F + 1]
     foresee: NDArray[np.int64]  # [F + 1, D + 1, 2] looking ahead, on the host and on the device
     issue_ns: int
     submit_ns: int
@@ -149,7 +148,7 @@ def _layer(
     """A layer-step from its routing to its end; whether the CPU had any of its experts."""
     fed, depth = steps.fed[at], min(depth, steps.demand.shape[1] - 1 - layer)
     seen_ns = mach.goes_on(m, r, g.foresee[fed, depth, 1]) if depth else 0
-    spend(m, PLAN, g.plan[fed])
+    spend(m, PLAN, b.plan[fed, 0])
     host.settle(m, r, p)
     mach.watch(m)
     distinct = host.demanded(steps, at, layer)

@@ -116,12 +116,11 @@ def graphs(costs: CostModel, settings: Settings, fed: int) -> Graphs:
     """What graphs add, for steps of up to `fed` tokens."""
     found, depths = GraphCosts(costs, settings), range(settings.prefetch_depth + 1)
     extra = np.array([found.extra_ns(executes) for executes in (False, True)], np.int64)
-    plan = np.array([0, *(found.plan_ns(n) for n in range(1, fed + 1))], np.int64)
     foresee = np.zeros((fed + 1, len(depths), 2), np.int64)
     for n, depth in product(range(1, fed + 1), depths):
         cost = found.foresee(n, depth)
         foresee[n, depth] = cost.host_ns, cost.gpu_ns
-    return Graphs(extra, plan, foresee, found.host.issue_ns, found.host.submit_ns, found.ahead_ns)
+    return Graphs(extra, foresee, found.host.issue_ns, found.host.submit_ns, found.ahead_ns)
 
 
 def used(
