@@ -5,10 +5,11 @@
 The first lane measures what counts, on one engine of the full size. The second does what hardly uses the host's memory:
 other work on it changes figures by several per cent. Other models come last, on both GPUs. With a corpus
 (`recipes/corpus`: train.bin.xz and heldout.jsonl) `topo` is trained, to score expert formats on. With `--gpus 1` a
-single lane does what there is time for. What is simulated meanwhile (`tuned_h200 --prepare`, `tuned_drafts`) comes into
-DIR/main from elsewhere. Each step has a log in DIR and a limit, and is ended with all it started; DIR/lanes.json says
-how each went. Afterwards, where simulations are quick: `validate_h200 --predict`, `whatif_h200 --predict` and
-`tuned_h200 --simulate` with DIR/main.
+single lane does what there is time for, after `topo` is trained (to be scored where there is more), while the GPU's
+tests run. What is simulated meanwhile (`tuned_h200 --prepare`, `tuned_drafts`) comes into DIR/main from elsewhere. Each
+step has a log in DIR and a limit, and is ended with all it started; DIR/lanes.json says how each went. Afterwards,
+where simulations are quick: `validate_h200 --predict`, `whatif_h200 --predict` and `tuned_h200 --simulate` with
+DIR/main.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ from foreload.machine import cores
 
 TOPO = "traces/samples/topo-literature-predictions.parquet"
 DRAFTED = ("topo-code-ngram-4", "topo-instructions-ngram-4", "topo-manual-model-4")
-PARTS = "profile:160,validate:460,whatif:210,tuned:390,decode:190,drafts:110"
-PARTS_OF_ONE = "profile:160,validate:480,whatif:210,mini:170,tuned:300,drafts:110"
+PARTS = "profile:160,validate:455,whatif:210,tuned:390,decode:190,drafts:110"
+TRAINED_MINUTES, TRAINED_MINUTES_OF_ONE = 3.5, 1.5
+BEGUN_MINUTES, OPENED_MINUTES = 0.9, 0.8
+"""What training takes besides, and what the engine of the full size takes to open: nothing is measured by then."""
 SMALL, LARGE = ("gpt-oss-20b", "deepseek-v2-lite", "olmoe-1b-7b"), ("glm-4.7-flash", "gpt-oss-120b", "mixtral-8x7b")
 """Other models, by how long their experts take to load."""
 
@@ -110,14 +113,22 @@ def first_lane(out: Path, minutes: float) -> list[Step]:
     return [full_size(out, minutes, PARTS, "--simulate-later"), *(model(name, out, 1.4) for name in (LARGE[0], *SMALL))]
 
 
-def only_lane(out: Path, minutes: float) -> list[Step]:
+def only_lane(out: Path, minutes: float, corpus: Path | None) -> list[Step]:
     """What is needed most first, on the only GPU."""
-    return [full_size(out, minutes, PARTS_OF_ONE), *(model(name, out, 1.1) for name in (*SMALL, *LARGE))]
+    ahead = [] if corpus is None else [training(out, corpus, TRAINED_MINUTES_OF_ONE)]
+    left = minutes - len(ahead) * (TRAINED_MINUTES_OF_ONE + BEGUN_MINUTES)
+    return [*ahead, full_size(out, left, PARTS, "--simulate-later"), *(model(name, out, 1.1) for name in SMALL + LARGE)]
 
 
-def meanwhile(out: Path) -> list[Step]:
-    """On the same GPU while the engine of the full size is loaded and the simulator compiled: no time counts then."""
-    return [sanitized(out, "racecheck", 150)]
+def tests(out: Path) -> list[Step]:
+    """Tests that need a GPU, kernels compiled; some of them under tools of compute-sanitizer."""
+    pytest = ["pytest", "-q", "-p", "no:cacheprovider"]
+    return [
+        sanitized(out, "initcheck", 150, ""),
+        sanitized(out, "racecheck", 200),
+        Step("kernels", [*pytest, "-m", "unit or gpu", "tests/backend/cuda"], 120),
+        Step("gpu", [*pytest, "-m", "gpu", "tests/backend", "tests/oracles"], 150),
+    ]
 
 
 def sanitized(out: Path, tool: str, limit_s: float, only: str = "expert") -> Step:
@@ -148,29 +159,30 @@ def model(name: str, out: Path, minutes: float, ready: Callable[[], bool] = lamb
 
 def second_lane(out: Path, corpus: Path | None) -> list[Step]:
     """What leaves the first in peace."""
-    pytest = ["pytest", "-q", "-p", "no:cacheprovider"]
     return [
         Step("compiled", ["benchmarks.compiled"], 300),
         Step("mini", ["benchmarks.mini_h200", "--out", str(out / "mini")], 250),
         Step("loop", ["benchmarks.gpu_loop", "--out", str(out / "loop")], 200),
         Step("projections", ["benchmarks.projections", "--out", str(out / "projections.json")], 150),
         *(() if corpus is None else formats_of_topo(out, corpus)),
-        Step("kernels", [*pytest, "-m", "unit or gpu", "tests/backend/cuda"], 120),
-        Step("gpu", [*pytest, "-m", "gpu", "tests/backend", "tests/oracles"], 150),
-        sanitized(out, "initcheck", 150, ""),
-        sanitized(out, "racecheck", 200),
+        *tests(out),
         *(model(name, out, 1.5, part_done(out / "main", "ended")) for name in LARGE[1:]),
     ]
+
+
+def training(out: Path, corpus: Path, minutes: float) -> Step:
+    """`topo` trained for some minutes."""
+    command = ["recipes.train.train", "--config", "recipes/train/configs/topo.json", "--data", str(corpus)]
+    return Step("train", [*command, "--out", str(out / "topo"), "--minutes", f"{minutes}"], 60 * minutes + 120)
 
 
 def formats_of_topo(out: Path, corpus: Path) -> list[Step]:
     """`topo` trained, and what small expert formats cost it."""
     topo, text, told = out / "topo", str(corpus / "heldout.jsonl"), str(out / "formats-topo.json")
-    train = ["recipes.train.train", "--config", "recipes/train/configs/topo.json", "--data", str(corpus)]
     export = ["recipes.train.export", "--weights", str(topo / "topo.pt"), "--tokenizer", "foreload/assets/mini"]
     formats = ["benchmarks.expert_formats", "--model", str(topo / "hf"), "--device", "cuda", "--windows", "4"]
     return [
-        Step("train", [*train, "--out", str(topo), "--minutes", "3.5"], 330),
+        training(out, corpus, TRAINED_MINUTES),
         Step("export", [*export, "--out", str(topo / "hf")], 60),
         Step("formats", [*formats, "--text", text, "--out", told], 420),
     ]
@@ -198,13 +210,16 @@ def main(args: Sequence[str] | None = None) -> list[Mapping[str, Any]]:
     parser.add_argument("--gpus", type=int, default=2, choices=(1, 2))
     given = parser.parse_args(args)
     given.out.mkdir(parents=True, exist_ok=True)
-    until, half = time.monotonic() + 60 * given.minutes, max(1, given.cores // 2)
+    now, half = time.monotonic(), max(1, given.cores // 2)
     near, far = frozenset(range(half)), frozenset(range(half, max(half + 1, given.cores)))
     if given.gpus == 1:
-        shared = [(0, near | far, only_lane(given.out, given.minutes)), (0, far, meanwhile(given.out))]
+        quiet = TRAINED_MINUTES_OF_ONE + BEGUN_MINUTES + OPENED_MINUTES
+        shared = [(0, near | far, only_lane(given.out, given.minutes, given.corpus), given.minutes)]
+        shared += [] if given.corpus is None else [(0, far, tests(given.out), min(quiet, given.minutes))]
     else:
-        shared = [(0, near, first_lane(given.out, given.minutes)), (1, far, second_lane(given.out, given.corpus))]
-    lanes = [Lane(gpu, on, steps, given.out, until) for gpu, on, steps in shared]
+        shared = [(0, near, first_lane(given.out, given.minutes), given.minutes)]
+        shared += [(1, far, second_lane(given.out, given.corpus), given.minutes)]
+    lanes = [Lane(gpu, on, steps, given.out, now + 60 * minutes) for gpu, on, steps, minutes in shared]
     told = run(lanes, given.out)
     for lane in told:
         for step in lane["steps"]:

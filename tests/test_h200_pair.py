@@ -16,7 +16,6 @@ from benchmarks import decode, h200, h200_pair, mini_h200, tuned_h200
 from benchmarks.h200_pair import (
     DRAFTED,
     PARTS,
-    PARTS_OF_ONE,
     TOPO,
     Lane,
     Step,
@@ -67,11 +66,10 @@ def test_what_is_asked_for_is_there(tmp_path: Path) -> None:
     """Modules, recordings and parts; what one lane waits for is what the other one writes."""
     steps = [*first_lane(tmp_path, 29), *second_lane(tmp_path, Path("corpus"))]
     assert len({step.name for step in steps}) == len(steps)
-    assert {step.name for step in only_lane(tmp_path, 29)} < {step.name for step in steps}
+    assert {step.name for step in only_lane(tmp_path, 29, None)} < {step.name for step in steps}
     for step in steps:
         assert importlib.util.find_spec(step.command[0]) is not None, step.name
-    for parts in (PARTS, PARTS_OF_ONE):
-        assert [name for name, _ in h200.parts(parts)][:2] == ["profile", "validate"]
+    assert [name for name, _ in h200.parts(PARTS)][:2] == ["profile", "validate"]
     for path in (TOPO, *(f"traces/samples/{name}.parquet" for name in DRAFTED)):
         assert (ROOT / path).exists()
     main = tmp_path / "main"
@@ -105,9 +103,15 @@ def test_lanes_share_the_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     h200_pair.main(["--out", str(tmp_path), "--cores", "32", "--minutes", "1"])
     assert [(lane.gpu, min(lane.cores), len(lane.cores)) for lane in seen] == [(0, 0, 16), (1, 16, 16)]
     assert "train" not in {step.name for step in seen[1].steps}
-    h200_pair.main(["--out", str(tmp_path), "--cores", "16", "--minutes", "1", "--gpus", "1"])
-    assert [(lane.gpu, len(lane.cores)) for lane in seen[2:]] == [(0, 16), (0, 8)]
-    assert [step.limit_s for step in seen[3].steps] == [150], "loading takes longer"
+    one = ["--out", str(tmp_path), "--cores", "16", "--minutes", "9", "--gpus", "1"]
+    h200_pair.main(one)
+    assert [(lane.gpu, len(lane.cores)) for lane in seen[2:]] == [(0, 16)]
+    h200_pair.main([*one, "--corpus", str(tmp_path)])
+    main, beside = seen[3:]
+    assert [step.name for step in main.steps[:2]] == ["train", "main"]
+    assert (len(main.cores), len(beside.cores)) == (16, 8)
+    assert main.until - beside.until == pytest.approx(60 * 5.8), "tests end before anything is timed"
+    assert main.steps[1].limit_s == pytest.approx(60 * 6.6)
     last = seen[1].steps[-1]
     assert not last.ready()
     (tmp_path / "main").mkdir()
