@@ -50,6 +50,7 @@ from foreload.traces.io import read_trace
 from foreload.traces.schema import Trace
 
 STEPS = 512
+OPENED = Settings(cache_ratio=0.0)
 LEAST_S = 10
 """Seconds that must be left for a part to begin."""
 DEFAULT = "kernels:80,exactness:70,profile:70,decode:120,validate:120,tuned"
@@ -136,12 +137,16 @@ class Bench:
             self._routing.setdefault("qwen3", decode.workload(model.shape, STEPS))
             self._routing.setdefault("topo", self._routing["qwen3"])
             options = EngineOptions(device=given.device, context_tokens=given.context)
-            self._engine = Engine(model, options, Settings(cache_ratio=0.0))
+            self._engine = Engine(model, options, OPENED)
         return self._engine
 
     def run(self, part: Shared, until: float) -> dict[str, Any]:
-        """One part. What it measured is in its own files; only its scalars are repeated."""
-        found = part(self.open(), self._routing, until, self._given.out)
+        """One part, from the settings that the engine was opened with: another part may have left it with some that
+        need what it has taken away. What it measured is in its own files; only its scalars are repeated.
+        """
+        engine = self.open()
+        engine.apply(OPENED)
+        found = part(engine, self._routing, until, self._given.out)
         return {key: value for key, value in found.items() if not isinstance(value, list | dict)}
 
     def close(self) -> None:

@@ -24,9 +24,6 @@ from foreload.profiler.schema import PROBED_CONTEXT, Measurement
 from foreload.profiler.stats import averaged, in_time, summarise, summarise_device
 from foreload.settings import MAX_PREFETCH_DEPTH, Settings
 
-APART = 8
-"""Layers between two copies of which each is to be alone."""
-
 
 @dataclass
 class Basis:
@@ -237,38 +234,12 @@ def copies(bench: GraphBench, effort: Effort, basis: Basis) -> Iterator[Measurem
     firsts, gaps = _bursts(missed)
     copy_us = median(gaps or firsts)
     yield from _of_copies(bench, missed, gaps or firsts)
-    first = min((us for us in (_alone_us(bench, effort), firsts) if us), key=median)
-    start = summarise("copy_start", [max(0.0, us - copy_us) for us in first])
+    start = summarise("copy_start", [max(0.0, us - copy_us) for us in firsts])
     yield start
     plan = median(times.host["plan"] for found in missed.values() for times in found)
     rest = plan + start.p50_us + basis.enter_us  # one expert is part of the latency
     waits = [max(0.0, turn - count * copy_us - rest) for count, turn in turns]
     yield averaged("wait", waits or [0.0])  # whatever else lies between routing and routing
-
-
-def _alone_us(bench: GraphBench, effort: Effort) -> list[float]:
-    """Copies with none before them, from issue to landing, while the host has nothing to do but watch: prefetches in
-    steps that miss nothing. The device computes meanwhile, which a large copy takes longer beside; behind a miss the
-    host launches, and sees a small one late. So the faster of both is what a first copy takes.
-    """
-    stage, k, found = bench.stage("fetch", depth=1), bench.shape.top_k, list[float]()
-    bench.engine.copies.spans = []
-    for turn in in_time(effort.rounds, effort.seconds):
-        asked = []
-        for at in range(bench.shape.n_moe_layers):
-            ahead = (bench.pick(stage.absent, 1, turn + at),) if at % APART == 0 else ()
-            asked.append(Asked.of(bench.pick(stage.resident, k, turn + at), *ahead))
-        step = bench.step(asked)
-        bench.discard()
-        copies = sorted((copy for times in step.layers for copy in times.copies), key=lambda copy: copy.issued_ns)
-        before = [0, *(copy.landed_ns for copy in copies)]
-        found += [
-            (copy.landed_ns - copy.issued_ns) / 1e3
-            for landed_ns, copy in zip(before, copies, strict=False)
-            if turn and landed_ns < copy.issued_ns
-        ]
-    bench.engine.copies.spans = None
-    return found
 
 
 def _bursts(missed: dict[int, list[LayerTimes]]) -> tuple[list[float], list[float]]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
 
+from foreload.backend.made_up import of_routing
+from foreload.backend.replay import Replay
 from foreload.profiler.graph_bench import Asked, GraphBench, StepTimes
 from foreload.profiler.graph_cpu import Routed, computed_us
 from foreload.profiler.graph_probes import Basis, enter_us
@@ -23,7 +26,7 @@ TOKENS = (1, 2, 5, 9)
 
 def resident_windows(bench: GraphBench, effort: Effort, basis: Basis) -> Iterator[Measurement]:
     """Blocks of steps over several tokens, and groups of resident experts that see several tokens."""
-    layers = bench.shape.n_moe_layers
+    layers, recorded = bench.shape.n_moe_layers, _Recorded.of(bench)
     for rows in TOKENS:
         stage = bench.stage("fetch")
         each = enter_us(bench, effort, rows)
@@ -46,24 +49,50 @@ def resident_windows(bench: GraphBench, effort: Effort, basis: Basis) -> Iterato
             if rows > 1 and samples:
                 yield summarise_device("window_experts_gpu", [0.0], samples, experts=experts, tokens=tokens)
         yield from _host_blocks(steps, rows, basis.latency_us, median(groups[max(groups)] or [0.0]))
-        yield from _whole(bench, effort, rows)
+        yield from _whole(bench, effort, rows, recorded)
     yield from _predicting(bench, effort)
 
 
-def _whole(bench: GraphBench, effort: Effort, rows: int) -> Iterator[Measurement]:
+@dataclass(frozen=True)
+class _Recorded:
+    """Routing of steps of one launch, which the device routes itself: made-up rows of a recording, by how many tokens
+    a step has and whether all have the same experts.
+    """
+
+    replay: Replay
+    experts: Mapping[tuple[int, bool], NDArray[np.int64]]  # [layers, tokens, k]
+    first: Mapping[tuple[int, bool], int]
+
+    @classmethod
+    def of(cls, bench: GraphBench) -> _Recorded:
+        """All that is probed."""
+        shape, every = bench.shape, list(range(bench.shape.experts))
+        experts, first, rows = {}, {}, 0
+        for tokens, alike in product(TOKENS, (True, False)):
+            layers = [routed(every, tokens, shape.top_k, alike, at * shape.top_k) for at in range(shape.n_moe_layers)]
+            experts[tokens, alike], first[tokens, alike] = np.stack(layers), rows
+            rows += tokens
+        recorded = np.concatenate([one.swapaxes(0, 1) for one in experts.values()]).astype(np.int16)
+        trace = of_routing(shape, recorded, recorded, "probes", -1)
+        return cls(Replay(trace, shape, bench.engine.device), experts, first)
+
+
+def _whole(bench: GraphBench, effort: Effort, rows: int, recorded: _Recorded) -> Iterator[Measurement]:
     """Steps of one launch whose tokens have the same experts, and what each takes longer that only one of them has."""
-    slots, k, layers = bench.anywhere(), bench.shape.top_k, bench.shape.n_moe_layers
-    every = list(range(bench.shape.experts))
-
-    def steps_us(alike: bool) -> list[float]:
-        asked = [Asked(routed(every, rows, k, alike, at * k)) for at in range(layers)]
-        steps = [bench.step(asked, PROBED_CONTEXT, slots) for _ in in_time(effort.rounds, effort.seconds)]
-        return [(step.done_ns - step.begun_ns) / 1e3 for step in steps[1:]]
-
-    base = steps_us(True)
-    yield summarise_device("window_whole", [0.0], base, tokens=rows)
-    if others := layers * (min(rows * k, len(every)) - k):
-        more = [max(0.0, us - median(base)) / others for us in steps_us(False)]
+    slots, kinds = bench.anywhere(), (True, False)[: 1 + (rows > 1)]
+    found: dict[bool, list[float]] = {alike: [] for alike in kinds}
+    bench.forward.follow(recorded.replay)
+    for turn in in_time(len(kinds) * (1 + effort.rounds), len(kinds) * effort.seconds):
+        alike = kinds[turn % len(kinds)]
+        recorded.replay.row = recorded.first[rows, alike]
+        step = bench.step([Asked(one) for one in recorded.experts[rows, alike]], PROBED_CONTEXT, slots)
+        if turn >= len(kinds):
+            found[alike].append((step.done_ns - step.begun_ns) / 1e3)
+    bench.forward.follow(None)
+    yield summarise_device("window_whole", [0.0], found[True], tokens=rows)
+    k, layers = bench.shape.top_k, bench.shape.n_moe_layers
+    if others := layers * (len(np.unique(recorded.experts[rows, False][0])) - k):
+        more = [max(0.0, us - median(found[True])) / others for us in found[False]]
         yield summarise_device("window_whole_expert", [0.0], more, tokens=rows)
 
 

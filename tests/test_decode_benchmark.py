@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks import h200
@@ -202,6 +203,10 @@ def test_driver_goes_on_after_a_part_that_fails(tmp_path: Path, monkeypatch: pyt
         raise RuntimeError("no such kernel")
 
     def engines(engine: Engine, routing: Mapping[str, Trace], until: float, out: Path) -> dict[str, object]:
+        assert engine.settings == h200.OPENED, "whatever the part before it left"
+        engine.warm_by(np.ones((engine.shape.n_moe_layers, engine.shape.experts), np.int64))
+        engine.apply(Settings(cache_ratio=0.5, eviction="static"))
+        engine.warm_by(None)
         return {"engine": id(engine), "path": engine.path, "routing": ", ".join(sorted(routing)), "rows": [1]}
 
     monkeypatch.setitem(h200.ALONE, "kernels", broken)

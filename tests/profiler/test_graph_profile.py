@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,10 +20,11 @@ from foreload.backend.models.checkpoint import Checkpoint
 from foreload.backend.policy import Counter
 from foreload.backend.policy.state import DECODE, KEPT
 from foreload.backend.predict import PREDICTORS
-from foreload.profiler import probes
+from foreload.profiler import graph_windows, probes
 from foreload.profiler.graph_bench import Asked, GraphBench, LayerTimes, StepTimes, demand_at
 from foreload.profiler.graph_cpu import followed_us
-from foreload.profiler.probes import thread_counts
+from foreload.profiler.graph_probes import Basis
+from foreload.profiler.probes import QUICK, thread_counts
 from foreload.profiler.run import bench_settings, profile
 from foreload.profiler.schema import HardwareProfile
 from foreload.settings import Settings
@@ -146,6 +148,25 @@ def test_where_experts_are_read_in_a_step_of_one_launch(bench: GraphBench) -> No
     assert every >= bench.engine.slot_limit or every >= bench.shape.all_experts
     assert set(slots.ravel().tolist()) == set(range(min(every, bench.shape.all_experts)))
     assert all(len(set(row.tolist())) == min(every, bench.shape.experts) for row in slots)
+
+
+@pytest.mark.integration
+def test_steps_of_one_launch_execute_what_is_probed(bench: GraphBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host decides nothing there, so what it is asked for does not count."""
+    step, executed = GraphBench.step, list[tuple[list[list[int]], list[list[int]]]]()
+
+    def watched(self: GraphBench, asked: Sequence[Asked], *more: Any) -> StepTimes:
+        times = step(self, asked, *more)
+        if len(more) > 1:
+            rows = len(asked[-1].experts)
+            executed.append((asked[-1].experts.tolist(), self.forward._program(rows).pieces.m.ids[:rows].tolist()))
+        return times
+
+    monkeypatch.setattr(GraphBench, "step", watched)
+    found = list(graph_windows.resident_windows(bench, replace(QUICK, rounds=1), Basis()))
+    assert {len(asked) for asked, _ in executed} == set(graph_windows.TOKENS)
+    assert all(asked == ran for asked, ran in executed)
+    assert {m.at["tokens"] for m in found if m.probe == "window_whole_expert"} == set(graph_windows.TOKENS[1:])
 
 
 @pytest.mark.unit
