@@ -1,7 +1,7 @@
 """Dense kernels of a decode step, for n rows at once: norm and projection, projection and residual, embedding.
 
-Weights are read once for all rows (later rows find them in the caches); each row is computed by the same instructions
-whatever n is. Sums are fp32, in the order of the columns.
+A program multiplies its weights by several rows at once; each row is computed by the same instructions whatever n is.
+Sums are fp32, in the order of the columns.
 """
 
 from __future__ import annotations
@@ -68,43 +68,53 @@ def norm_linear(
     EPS: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
+    TOGETHER: tl.constexpr,
     BIAS: tl.constexpr,
     KEEP: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Program (row tile of `weights`): y [N, OUT] = weights @ rms_norm(x); KEEP: the first writes `normed`.
+    """Program (row tile of `weights`, TOGETHER rows of x): y [N, OUT] = weights @ rms_norm(x).
 
-    x [N, HIDDEN], rows STRIDE apart.
+    x [N, HIDDEN], rows STRIDE apart. KEEP: the programs of the first tile write `normed`.
     """
-    tile = tl.program_id(0)
+    tile, first = tl.program_id(0), tl.program_id(1) * TOGETHER
     if PDL:
         fetch(weights, tile * ROWS, ROWS, HIDDEN, OUT)
     follow(PDL, True)
     rows = tile * ROWS + tl.arange(0, ROWS)
     inside_rows = rows < OUT
-    for token in range(N):
+    scales, totals = (), ()
+    for each in tl.static_range(TOGETHER):
         squares = tl.zeros([COLS], tl.float32)
         for at in range(0, HIDDEN, COLS):
             cols = at + tl.arange(0, COLS)
-            value = tl.load(x + token * STRIDE + cols, mask=cols < HIDDEN, other=0.0).to(tl.float32)
+            mask = (cols < HIDDEN) & (first + each + 0 * cols < N)
+            value = tl.load(x + (first + each) * STRIDE + cols, mask=mask, other=0.0).to(tl.float32)
             squares += value * value
-        scale = tl.rsqrt(tl.sum(squares, axis=0) / HIDDEN + EPS)
-        total = tl.zeros([ROWS, COLS], tl.float32)
-        for at in range(0, HIDDEN, COLS):
-            cols = at + tl.arange(0, COLS)
-            inside = cols < HIDDEN
-            value = tl.load(x + token * STRIDE + cols, mask=inside, other=0.0).to(tl.float32)
-            value = value * scale * tl.load(norm + cols, mask=inside, other=0.0).to(tl.float32)
+        scales = scales + (tl.rsqrt(tl.sum(squares, axis=0) / HIDDEN + EPS),)  # type: ignore[assignment]  # noqa: RUF005
+        totals = totals + (tl.zeros([ROWS, COLS], tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+    for at in range(0, HIDDEN, COLS):
+        cols = at + tl.arange(0, COLS)
+        inside = cols < HIDDEN
+        mask = inside_rows[:, None] & inside[None, :]
+        block = tl.load(weights + (rows.to(tl.int64) * HIDDEN)[:, None] + cols[None, :], mask=mask, other=0.0)
+        more = ()
+        for each in tl.static_range(TOGETHER):
+            there = inside & (first + each + 0 * cols < N)
+            value = tl.load(x + (first + each) * STRIDE + cols, mask=there, other=0.0).to(tl.float32)
+            value = value * scales[each] * tl.load(norm + cols, mask=inside, other=0.0).to(tl.float32)
             value = value.to(x.dtype.element_ty)
             if KEEP:
-                tl.store(normed + token * HIDDEN + cols, value, mask=inside & (tile + 0 * cols == 0))
-            mask = inside_rows[:, None] & inside[None, :]
-            block = tl.load(weights + (rows.to(tl.int64) * HIDDEN)[:, None] + cols[None, :], mask=mask, other=0.0)
-            total += block.to(tl.float32) * value.to(tl.float32)[None, :]
-        found = tl.sum(total, axis=1)
+                tl.store(normed + (first + each) * HIDDEN + cols, value, mask=there & (tile + 0 * cols == 0))
+            product = block.to(tl.float32) * value.to(tl.float32)[None, :]
+            more = more + (totals[each] + product,)  # type: ignore[assignment]  # noqa: RUF005
+        totals = more
+    for each in tl.static_range(TOGETHER):
+        found = tl.sum(totals[each], axis=1)
         if BIAS:
             found += tl.load(bias + rows, mask=inside_rows, other=0.0).to(tl.float32)
-        tl.store(y + token * OUT + rows, found.to(y.dtype.element_ty), mask=inside_rows)
+        mask = inside_rows & (first + each + 0 * rows < N)
+        tl.store(y + (first + each) * OUT + rows, found.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -119,27 +129,35 @@ def linear_residual(
     OUT: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
+    TOGETHER: tl.constexpr,
     BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Program (row tile of `weights`): y [N, OUT] = residual + weights @ x [N, WIDTH]."""
-    tile = tl.program_id(0)
+    """Program (row tile of `weights`, TOGETHER rows of x): y [N, OUT] = residual + weights @ x [N, WIDTH]."""
+    tile, first = tl.program_id(0), tl.program_id(1) * TOGETHER
     if PDL:
         fetch(weights, tile * ROWS, ROWS, WIDTH, OUT)
     follow(PDL, True)
     rows = tile * ROWS + tl.arange(0, ROWS)
     inside_rows = rows < OUT
-    for token in range(N):
-        total = tl.zeros([ROWS, COLS], tl.float32)
-        for at in range(0, WIDTH, COLS):
-            cols = at + tl.arange(0, COLS)
-            inside = cols < WIDTH
-            value = tl.load(x + token * WIDTH + cols, mask=inside, other=0.0).to(tl.float32)
-            mask = inside_rows[:, None] & inside[None, :]
-            block = tl.load(weights + (rows * WIDTH)[:, None] + cols[None, :], mask=mask, other=0.0)
-            total += block.to(tl.float32) * value[None, :]
-        found = tl.sum(total, axis=1)
+    totals = ()
+    for _ in tl.static_range(TOGETHER):
+        totals = totals + (tl.zeros([ROWS, COLS], tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+    for at in range(0, WIDTH, COLS):
+        cols = at + tl.arange(0, COLS)
+        inside = cols < WIDTH
+        mask = inside_rows[:, None] & inside[None, :]
+        block = tl.load(weights + (rows * WIDTH)[:, None] + cols[None, :], mask=mask, other=0.0)
+        more = ()
+        for each in tl.static_range(TOGETHER):
+            there = inside & (first + each + 0 * cols < N)
+            value = tl.load(x + (first + each) * WIDTH + cols, mask=there, other=0.0).to(tl.float32)
+            more = more + (totals[each] + block.to(tl.float32) * value[None, :],)  # type: ignore[assignment]  # noqa: RUF005
+        totals = more
+    for each in tl.static_range(TOGETHER):
+        there, mask = (first + each) * OUT + rows, inside_rows & (first + each + 0 * rows < N)
+        found = tl.sum(totals[each], axis=1)
         if BIAS:
             found += tl.load(bias + rows, mask=inside_rows, other=0.0).to(tl.float32)
-        found += tl.load(residual + token * OUT + rows, mask=inside_rows, other=0.0).to(tl.float32)
-        tl.store(y + token * OUT + rows, found.to(y.dtype.element_ty), mask=inside_rows)
+        found += tl.load(residual + there, mask=mask, other=0.0).to(tl.float32)
+        tl.store(y + there, found.to(y.dtype.element_ty), mask=mask)

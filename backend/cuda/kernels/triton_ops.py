@@ -27,6 +27,9 @@ from foreload.errors import UsageError
 
 ROWS, COLS = 4, 1024
 """A program of a matrix-vector kernel: rows, and columns it reads at once."""
+TOGETHER = 2
+"""Tokens that a program of a projection computes at once: on an H200 a layer's take 20 us instead of 25 over two tokens
+and 40 instead of 47 over five (Qwen3-30B-A3B)."""
 HOST_COLS = 256
 """Columns of the host's sums that a program looks at."""
 GATE_UP, DOWN = {"ROWS": 2, "num_warps": 1}, {"ROWS": 4, "num_warps": 2}
@@ -67,12 +70,12 @@ class TritonOps(TritonAttention):
     """Blocks on a GPU (or, with TRITON_INTERPRET=1, on the CPU).
 
     `fence`: words to the host are ordered by a fence. `pdl`: a kernel of a decode step begins while the one before it
-    ends (compute capability 9.0 and later).
+    ends (compute capability 9.0 and later). `together`: tokens that a program of a projection computes at once.
     """
 
-    def __init__(self, fence: bool = True, pdl: bool = False) -> None:
+    def __init__(self, fence: bool = True, pdl: bool = False, together: int = TOGETHER) -> None:
         super().__init__(pdl)
-        self._fence = fence
+        self._fence, self._together = fence, together
 
     def embed(self, given: Tensor, current: Tensor, table: Tensor, x: Tensor) -> None:  # noqa: D102
         hidden = x.shape[1]
@@ -90,7 +93,7 @@ class TritonOps(TritonAttention):
         eps: float,
     ) -> None:
         (n, hidden), out = x.shape, y.shape[1]
-        dense.norm_linear[(tiles(out, ROWS),)](
+        dense.norm_linear[(tiles(out, ROWS), tiles(n, self._together))](
             x,
             norm,
             weights,
@@ -104,6 +107,7 @@ class TritonOps(TritonAttention):
             EPS=eps,
             ROWS=ROWS,
             COLS=_cols(hidden),
+            TOGETHER=min(n, self._together),
             BIAS=bias is not None,
             KEEP=normed is not None,
             **self._build,
@@ -111,7 +115,7 @@ class TritonOps(TritonAttention):
 
     def linear_residual(self, x: Tensor, weights: Tensor, bias: Tensor | None, residual: Tensor, y: Tensor) -> None:  # noqa: D102
         (n, width), out = x.shape, y.shape[1]
-        dense.linear_residual[(tiles(out, ROWS),)](
+        dense.linear_residual[(tiles(out, ROWS), tiles(n, self._together))](
             x,
             weights,
             residual if bias is None else bias,
@@ -122,6 +126,7 @@ class TritonOps(TritonAttention):
             OUT=out,
             ROWS=ROWS,
             COLS=_cols(width),
+            TOGETHER=min(n, self._together),
             BIAS=bias is not None,
             **self._build,
         )

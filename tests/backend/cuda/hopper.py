@@ -24,6 +24,7 @@ from foreload.backend.cuda.kernels.triton_attention import (
     LATENT_ROWS,
     VALUE_ROWS,
 )
+from foreload.backend.cuda.kernels.triton_ops import TOGETHER
 from foreload.backend.models.checkpoint import Checkpoint
 
 WORDS = re.compile(
@@ -57,7 +58,7 @@ HEADS: dict[str, Any] = {"HEADS": 32, "KV_HEADS": 4, "DIM": 128, "DIMS": 128, "C
 CHUNKS: dict[str, Any] = {"CHUNKS": 32, "CHUNK": 64}
 
 build("embed", dense.embed, "iibb", HIDDEN=2048, COLS=1024)
-for rows in (1, 9):
+for rows, together in ((1, 1), (9, TOGETHER)):
     build(
         f"norm_linear {rows}",
         dense.norm_linear,
@@ -70,8 +71,10 @@ for rows in (1, 9):
         BIAS=False,
         KEEP=True,
         **ROW,
+        TOGETHER=together,
     )
-    build(f"linear_residual {rows}", dense.linear_residual, "bbbbb", N=rows, WIDTH=4096, OUT=2048, BIAS=False, **ROW)
+    both = {"N": rows, "TOGETHER": together}
+    build(f"linear_residual {rows}", dense.linear_residual, "bbbbb", WIDTH=4096, OUT=2048, BIAS=False, **ROW, **both)
     fixed = {"N": rows, "BLOCK": 64, "M": 16 if rows == 1 else 128, "SCALE": 0.088, **HEADS, **CHUNKS}
     build(f"attend_chunks {rows}", attention.attend_chunks, "bbbifff", WINDOW=0, **fixed)
     build(f"attend_chunks window {rows}", attention.attend_chunks, "bbbifff", WINDOW=128, **fixed)
@@ -90,7 +93,7 @@ for name in ("deepseek-v2-lite", "glm-4.7-flash"):
     down = (rank or wide) + parts.row
     sizes = {"HEADS": shape.heads, "RANK": parts.rank, "RANK_UP": power_of_two(parts.rank)}
     rope = {"ROPE": parts.rope_dim, "ROPE_UP": power_of_two(parts.rope_dim)}
-    norm: dict[str, Any] = {"N": 1, "EPS": 1e-6, "BIAS": False, "KEEP": False, **ROW}
+    norm: dict[str, Any] = {"N": 1, "EPS": 1e-6, "BIAS": False, "KEEP": False, "TOGETHER": 1, **ROW}
     build(f"norm_linear {name}", dense.norm_linear, "bbbbfb", HIDDEN=hidden, STRIDE=hidden, OUT=down, **norm)
     if rank:
         build(f"norm_linear q {name}", dense.norm_linear, "fbbbff", HIDDEN=rank, STRIDE=down, OUT=wide, **norm)
@@ -105,7 +108,7 @@ for name in ("deepseek-v2-lite", "glm-4.7-flash"):
     build(f"attend_merge {name}", attention.attend_merge, "ffffif", **merge)
     expand = {"N": 1, "VALUE": parts.value_dim, "ROWS": VALUE_ROWS, **sizes}
     build(f"latent_values {name}", latent.latent_values, "fbb", **expand)
-    last: dict[str, Any] = {"N": 1, "OUT": hidden, "BIAS": False, **ROW}
+    last: dict[str, Any] = {"N": 1, "OUT": hidden, "BIAS": False, "TOGETHER": 1, **ROW}
     width = shape.heads * parts.value_dim
     build(f"linear_residual {name}", dense.linear_residual, "bbbbb", WIDTH=width, **last)
     build(f"linear_residual shared {name}", dense.linear_residual, "fbbbb", WIDTH=shape.shared_width, **last)

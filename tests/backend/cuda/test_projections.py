@@ -1,34 +1,32 @@
-"""Every way to compute projections that the benchmark times gives the same numbers."""
+"""However many tokens a program of a projection computes at once, the numbers are the same."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
-from benchmarks.projections import Chain, Way, alike, by_rows, by_tiles, difference, in_use, ways
+from torch import Tensor
+
+from benchmarks.projections import TOGETHER, Chain, alike, difference
+from foreload.backend.cuda.kernels.triton_ops import TritonOps
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+class Wrong(TritonOps):
+    def linear_residual(self, x: Tensor, weights: Tensor, bias: Tensor | None, residual: Tensor, y: Tensor) -> None:
+        y.copy_(residual)
+
+
 @pytest.mark.unit
-@pytest.mark.parametrize(
-    "way",
-    [in_use, lambda pdl: by_tiles(pdl, 16, 32, 16, 4, 3), lambda pdl: by_rows(pdl, 4, 64, 4, False),
-     lambda pdl: by_rows(pdl, 2, 32, 4, True)],
-)  # fmt: skip
-def test_ways_agree_whatever_the_number_of_tokens(way: Callable[[bool], Way]) -> None:
+def test_a_token_does_not_depend_on_those_beside_it() -> None:
     chain = Chain((72, 40, 56, 24), 1, DEVICE, torch.float32)
-    assert difference(chain, way(False), 3) < 1e-5
-    assert alike(chain, way(False), (1, 2, 3, 5))
-    wrong = Way("wrong", way(False).norm_linear, lambda x, weights, residual, y: y.copy_(residual))
-    assert difference(chain, wrong, 3) > 0.1
-
-
-@pytest.mark.unit
-def test_names_tell_ways_apart() -> None:
-    names = [way.name for way in ways(False)]
-    assert names[0] == "in use"
-    assert len(set(names)) == len(names)
+    found = []
+    for together in TOGETHER:
+        ops = TritonOps(together=together)
+        assert difference(chain, ops, 3) < 1e-5
+        assert alike(chain, ops, (1, 2, 3, 5, 7))
+        found.append(chain.results(ops, 7))
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+    assert difference(chain, Wrong(), 3) > 0.1
