@@ -35,7 +35,7 @@ from foreload.formats import PackedFormat
 from foreload.machine import cores, machine_name, software
 from foreload.profiler.formats import ScratchExperts
 
-FORMATS: tuple[PackedFormat, ...] = ("bf16", "int8", "fp8", "mxfp4")
+FORMATS: tuple[PackedFormat, ...] = ("bf16", "bf12", "int8", "fp8", "mxfp4")
 TOKENS = (1, 9)
 SCRATCH_BYTES = 512 << 20
 

@@ -26,7 +26,7 @@ from foreload.formats import ExpertFormat
 from foreload.machine import machine_name, software
 from foreload.settings import Settings
 
-CHOICES: tuple[ExpertFormat | None, ...] = (None, "bf16", "fp8", "int8", "mxfp4")
+CHOICES: tuple[ExpertFormat | None, ...] = (None, "bf16", "bf12", "fp8", "int8", "mxfp4")
 WINDOW, PROMPT = 256, 64
 
 

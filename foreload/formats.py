@@ -3,6 +3,8 @@
     fp32, bf16   plain weights
     int8, fp8    one byte a weight (fp8: e4m3) and one fp32 scale per row: weight = scale * stored
     fp8_tile     the same with one scale per row and tile of columns, as many as the checkpoint's tiles have
+    bf12         bf16 in 12 bits, nothing lost: weights of a row whose exponents are among 15 neighbours (or 0) have a
+                 byte, sign and mantissa, and a code of 4 bits, the exponent; up to 11 others are in the row's header
     mxfp4        blocks of 32 along a row share a power of two (OCP Microscaling Formats 1.0): 16 bytes of e2m1 pairs,
                  the earlier weight in the low half, and one e8m0 byte; rows are filled up with zeros to whole blocks
 
@@ -20,13 +22,17 @@ from typing import Literal
 from foreload.errors import SettingsError
 from foreload.shape import ModelShape
 
-PackedFormat = Literal["fp32", "bf16", "int8", "fp8", "mxfp4", "fp8_tile"]
-FORMATS: tuple[PackedFormat, ...] = ("fp32", "bf16", "int8", "fp8", "mxfp4", "fp8_tile")
+PackedFormat = Literal["fp32", "bf16", "int8", "fp8", "mxfp4", "fp8_tile", "bf12"]
+FORMATS: tuple[PackedFormat, ...] = ("fp32", "bf16", "int8", "fp8", "mxfp4", "fp8_tile", "bf12")
 FORMAT_OF_DTYPE: dict[str, PackedFormat] = {"float32": "fp32", "bfloat16": "bf16"}
 MX_BLOCK = 32
+BF12_CHUNK, BF12_BYTES, BF12_OUTLIERS = 32, 48, 11
+"""Weights of a chunk and its bytes, 16 of codes and 32 of signs and mantissas. A row's header, as large as a chunk, has
+the exponent of code 15 (the others' are next to it, that of code 0 is 0), how many weights no code fits, 2 bytes of
+nothing, their columns and values (2 bytes each)."""
 ALIGNMENT = 64
 
-ExpertFormat = Literal["bf16", "fp8", "int8", "mxfp4"]
+ExpertFormat = Literal["bf16", "bf12", "fp8", "int8", "mxfp4"]
 """What `Settings.expert_format` may choose; without a choice experts stay as the checkpoint has them."""
 
 
@@ -59,12 +65,14 @@ def row_bytes(format: PackedFormat, weights: int) -> int:
     """Bytes of a packed row of so many weights, without scales."""
     if format == "mxfp4":
         return -(-weights // MX_BLOCK) * MX_BLOCK // 2
+    if format == "bf12":
+        return (-(-weights // BF12_CHUNK) + 1) * BF12_BYTES
     return weights * {"fp32": 4, "bf16": 2}.get(format, 1)
 
 
 def row_scales(format: PackedFormat, weights: int, tile: int) -> int:
     """Scales of a packed row of so many weights: bytes of mxfp4, else fp32."""
-    if format in FORMAT_OF_DTYPE.values():
+    if format in ("bf12", *FORMAT_OF_DTYPE.values()):
         return 0
     return -(-weights // {"mxfp4": MX_BLOCK, "fp8_tile": tile}.get(format, weights))
 

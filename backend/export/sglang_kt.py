@@ -37,7 +37,7 @@ FLAGS = {
     "--kt-max-deferred-experts-per-token": Flag(("--kt-max-deferred-experts-per-token",)),
     "--context-length": Flag(("--context-length",)),
 }
-METHODS = {None: "BF16", "bf16": "BF16", "fp8": "FP8", "int8": "AMXINT8", "mxfp4": "MXFP4"}
+METHODS = {None: "BF16", "bf16": "BF16", "bf12": "BF16", "fp8": "FP8", "int8": "AMXINT8", "mxfp4": "MXFP4"}
 STRATEGIES = ("uniform", "frequency", "front-loading", "random")
 
 

@@ -34,7 +34,7 @@ def take_inventory(model: str) -> Inventory:
         read_from=_read_from(checkpoint),
         shape=shape,
         stored=stored,
-        formats={name: block_layout(name, shape).bytes for name in ("bf16", "fp8", "int8", "mxfp4")},
+        formats={name: block_layout(name, shape).bytes for name in ("bf16", "bf12", "fp8", "int8", "mxfp4")},
         expert_bytes=_stored_bytes(checkpoint),
         slot_bytes=block_layout(stored, shape).bytes,
         experts_bytes=shape.all_experts * block_layout(stored, shape).bytes,

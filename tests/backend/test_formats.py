@@ -25,7 +25,7 @@ from foreload.settings import Settings
 from foreload.shape import ModelShape
 
 MakeEngine = Callable[..., Engine]
-PACKED: tuple[PackedFormat, ...] = ("int8", "fp8", "mxfp4")
+PACKED: tuple[PackedFormat, ...] = ("bf12", "int8", "fp8", "mxfp4")
 E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 matrices = st.tuples(st.integers(1, 5), st.integers(1, 70), st.integers(0, 999), st.integers(-12, 12))
@@ -115,6 +115,36 @@ def test_mxfp4_equals_transformers_and_comes_back_exactly() -> None:
 
 
 @pytest.mark.unit
+@settings(max_examples=60, deadline=None)
+@given(matrices, st.sampled_from([1.0, 2.0**-30, 2.0**30, 2.0**-128, 0.0]))
+def test_bf12_loses_nothing(drawn: tuple[int, int, int, int], other: float) -> None:
+    """Also of rows with a few weights that are much smaller or larger, and of subnormal numbers and zeros of any sign."""
+    weights = matrix(drawn).bfloat16()
+    weights[:, ::7] *= other
+    packed, scales = pack_rows(weights, "bf12")
+    assert scales is None
+    assert packed.shape == (len(weights), 48 * (-(-weights.shape[1] // 32) + 1))
+    found = unpack_rows(packed, None, "bf12", weights.shape[1])
+    assert torch.equal(found.view(torch.int16), weights.view(torch.int16))
+    assert torch.equal(pack_rows(weights.float(), "bf12")[0], packed)
+
+
+@pytest.mark.unit
+def test_bf12_refuses_rows_that_are_too_mixed() -> None:
+    weights = torch.ones(2, 64)
+    weights[1, :12] = 2.0**-30
+    with pytest.raises(
+        SettingsError, match="a row has 12 weights outside of 15 neighbouring exponents, 11 are possible"
+    ):
+        pack_rows(weights, "bf12")
+    weights[1, 0] = 1
+    assert torch.equal(unpack_rows(pack_rows(weights, "bf12")[0], None, "bf12", 64).float(), weights)
+    weights[1] = 2.0**-30
+    weights[1, :11] = 1  # now these are the few
+    assert torch.equal(unpack_rows(pack_rows(weights, "bf12")[0], None, "bf12", 64).float(), weights)
+
+
+@pytest.mark.unit
 def test_a_poisoned_block_reads_as_nan(shape: ModelShape) -> None:
     for format in FORMATS:
         layout = block_layout(format, shape)
@@ -158,6 +188,7 @@ def test_bytes_and_budget_follow_the_format(shape: ModelShape) -> None:
         "fp8": weights + 4 * rows,
         "mxfp4": weights // 2 + weights // 32,
         "fp8_tile": weights + 4 * weights // 128,
+        "bf12": weights + weights // 2 + 48 * rows,
     }
     mixed = layer_formats(("bf16", "mxfp4", "fp8"), real, "bfloat16")
     assert layer_bytes(mixed, real) == (sizes["bf16"], sizes["mxfp4"], sizes["fp8"])
@@ -209,6 +240,17 @@ def test_cpu_experts_unpack_alike(make_engine: MakeEngine, monkeypatch: pytest.M
             runs.append(torch.cat([engine.forward.decode([token], 5 + n).clone() for n, token in enumerate([2, 7, 1])]))
     for run in runs[1:]:
         assert (run - runs[0]).abs().max() < 2e-3 * runs[0].abs().max()
+
+
+@pytest.mark.integration
+def test_bf12_gives_the_logits_of_bf16(make_engine: MakeEngine) -> None:
+    runs = []
+    for format in ("bf16", "bf12"):
+        engine = make_engine(Settings(cache_ratio=0.25, expert_format=format))
+        with torch.inference_mode():
+            engine.forward.prefill([3, 1, 4, 1, 5], 0, True)
+            runs.append(torch.cat([engine.forward.decode([token], 5 + n).clone() for n, token in enumerate([2, 7, 1])]))
+    assert torch.equal(*runs)
 
 
 @pytest.mark.integration

@@ -43,10 +43,10 @@ def _coded(packed: tl.tensor, parts: tl.tuple) -> tl.tensor:
 
 
 @triton.jit
-def _quarter(x: tl.tensor, inside: tl.tensor) -> tl.tuple:
-    """Four numbers at each address [words], times 2**64: four tensors [words]."""
+def _four(x: tl.tensor, inside: tl.tensor, SCALE: tl.constexpr = 1.0) -> tl.tuple:
+    """Four numbers at each address [words], times SCALE: four tensors [words]."""
     found = tl.load(x[:, None] + tl.arange(0, 4)[None, :], mask=inside[:, None], other=0.0)
-    even, odd = tl.split(tl.reshape(found.to(tl.float32) * 18446744073709551616.0, (x.shape[0], 2, 2)))
+    even, odd = tl.split(tl.reshape(found.to(tl.float32) * SCALE, (x.shape[0], 2, 2)))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
     return first, second, third, fourth
@@ -75,6 +75,7 @@ def _coded_products(
     whatever is read is read by neighbours side by side. x is multiplied by 2**64, so that no product is subnormal; the
     scales, a byte for 32 columns, make up for that.
     """
+    UP: tl.constexpr = 18446744073709551616.0
     WORDS: tl.constexpr = COLS // 8
     EACH: tl.constexpr = ROWS if OTHER_AT < 0 else 2 * ROWS
     codes = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), ALIGN)
@@ -86,7 +87,7 @@ def _coded_products(
     for at in range(0, WIDTH // 8, WORDS):
         word = at + (tl.arange(0, WORDS) ^ none)
         inside = tl.full([WORDS], True, tl.int1) if WIDTH % COLS == 0 else word < WIDTH // 8
-        parts = _quarter(x + word * 8, inside) + _quarter(x + word * 8 + 4, inside)
+        parts = _four(x + word * 8, inside, UP) + _four(x + word * 8 + 4, inside, UP)
         more = ()
         for each in tl.static_range(EACH):
             row = first + each % ROWS
@@ -106,6 +107,97 @@ def _coded_products(
         else:
             other = tl.where(mine, tl.sum(totals[each], axis=0), other)
     return found, other
+
+
+@triton.jit
+def bf12_block(
+    address: tl.tensor,
+    rows: tl.tensor,
+    inside_rows: tl.tensor,
+    cols: tl.tensor,
+    WIDTH: tl.constexpr,
+    ALIGN: tl.constexpr,
+    AT: tl.constexpr,
+    STRIDE: tl.constexpr,
+) -> tl.tensor:
+    """[rows, cols] fp32: weights of a bf12 matrix (`foreload.formats`); outliers are 0, `outliers` has them."""
+    mask = inside_rows[:, None] & (cols < WIDTH)[None, :]
+    signed = tl.multiple_of(address.to(tl.pointer_type(tl.int8)), ALIGN) + AT
+    coded = tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), ALIGN) + AT
+    base = tl.load(coded + rows * STRIDE, mask=inside_rows, other=0).to(tl.int32)
+    chunk = 48 + cols // 32 * 48
+    low = tl.load(signed + (rows * STRIDE)[:, None] + (chunk + 16 + cols % 32)[None, :], mask=mask, other=0)
+    pairs = tl.load(coded + (rows * STRIDE)[:, None] + (chunk + cols % 16)[None, :], mask=mask, other=0)
+    code = (pairs.to(tl.int32) >> (cols // 16 % 2 * 4)[None, :]) & 15
+    exponent = tl.where(code == 0, 0, code + (base[:, None] - 15))
+    bits = ((low.to(tl.int32) << 16) & -0x7F810000) | (exponent << 23)  # sign and mantissa: 0x807F0000
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def outliers(
+    address: tl.tensor,
+    rows: tl.tensor,
+    inside_rows: tl.tensor,
+    each: tl.tensor,
+    ALIGN: tl.constexpr,
+    AT: tl.constexpr,
+    STRIDE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Columns int32 and values fp32 of entries `each` of the headers of bf12 rows; 0 and 0 where a row has fewer."""
+    mask = inside_rows & (each < 11)
+    words = (
+        tl.multiple_of(address.to(tl.pointer_type(tl.uint16)), ALIGN) + AT // 2 + rows * (STRIDE // 2) + 2 + 2 * each
+    )
+    column = tl.load(words, mask=mask, other=0).to(tl.int32)
+    value = tl.load(words + 1, mask=mask, other=0).to(tl.int32) << 16
+    return column, value.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _bf12_products(
+    address: tl.tensor,
+    rows: tl.tensor,
+    inside_rows: tl.tensor,
+    x: tl.tensor,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    AT: tl.constexpr,
+    STRIDE: tl.constexpr,
+) -> tl.tensor:
+    """[ROWS]: rows of a bf12 matrix times x, four weights of a word at once; what is in a row's header comes last.
+
+    The bytes of `exponent` are code + base, or 0 of code 0, those of `low` and `high` halves of bfloat16 numbers; two
+    of these make a word again, each of which is a float32's upper half.
+    """
+    WORDS: tl.constexpr = COLS // 4
+    each = tl.arange(0, 16)
+    column, value = outliers(address, rows[:, None], inside_rows[:, None], each[None, :], ALIGN, AT, STRIDE)
+    words = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), ALIGN) + AT // 4
+    start = (rows * (STRIDE // 4))[:, None]
+    base = (tl.load(words + rows * (STRIDE // 4), mask=inside_rows, other=0) & 255)[:, None] - 15
+    total = tl.zeros([ROWS, WORDS], tl.float32)
+    for at in range(0, WIDTH // 4, WORDS):
+        word = at + tl.arange(0, WORDS)
+        mask = inside_rows[:, None] & (word < WIDTH // 4)[None, :]
+        chunk = 12 + word // 8 * 12
+        signed = tl.load(words + start + (chunk + 4 + word % 8)[None, :], mask=mask, other=0)
+        pairs = tl.load(words + start + (chunk + word % 4)[None, :], mask=mask, other=0)
+        code = (pairs >> (word // 4 % 2 * 4)[None, :]) & 0x0F0F0F0F
+        exponent = code + (((code + 0x7F7F7F7F) >> 7) & 0x01010101) * base
+        low = ((exponent << 7) & -0x7F7F7F80) | (signed & 0x7F7F7F7F)
+        high = ((exponent >> 1) & 0x7F7F7F7F) | (signed & -0x7F7F7F80)
+        even = (low & 0x00FF00FF) | ((high << 8) & -0x00FF0100)
+        odd = ((low >> 8) & 0x00FF00FF) | (high & -0x00FF0100)
+        first, second, third, fourth = _four(x + word * 4, word < WIDTH // 4)
+        total += (even << 16).to(tl.float32, bitcast=True) * first[None, :]
+        total += (odd << 16).to(tl.float32, bitcast=True) * second[None, :]
+        total += (even & -0x10000).to(tl.float32, bitcast=True) * third[None, :]
+        total += (odd & -0x10000).to(tl.float32, bitcast=True) * fourth[None, :]
+    far = tl.load(x + column, mask=(value != 0.0) & (column < WIDTH), other=0.0).to(tl.float32)
+    return tl.sum(total, axis=1) + tl.sum(far * value, axis=1)
 
 
 @triton.jit
@@ -157,7 +249,9 @@ def _products(
 ) -> tl.tensor:
     """[ROWS] fp32: rows of one matrix of the block at `address` times x [WIDTH], scaled."""
     scales = address.to(tl.pointer_type(tl.float32)) + SCALES // 4
-    if FORMAT == "float32":
+    if FORMAT == "bf12":
+        found = _bf12_products(address, rows, inside_rows, x, WIDTH, ROWS, COLS, ALIGN, AT, STRIDE)
+    elif FORMAT == "float32":
         weights = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), ALIGN) + AT // 4
         found = _float_products(weights, scales, rows, inside_rows, x, WIDTH, ROWS, COLS, STRIDE // 4, 0, 0)
     elif FORMAT == "bfloat16":

@@ -9,8 +9,8 @@ from foreload.formats import BlockLayout as PackedLayout
 from foreload.formats import PackedFormat
 from foreload.shape import ModelShape
 
-Format = Literal["float32", "bfloat16", "fp8", "int8", "mxfp4", "fp8_tile"]
-FORMATS: tuple[Format, ...] = ("float32", "bfloat16", "fp8", "int8", "mxfp4", "fp8_tile")
+Format = Literal["float32", "bfloat16", "fp8", "int8", "mxfp4", "fp8_tile", "bf12"]
+FORMATS: tuple[Format, ...] = ("float32", "bfloat16", "fp8", "int8", "mxfp4", "fp8_tile", "bf12")
 Activation = Literal["silu", "swiglu_oai"]
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "swiglu_oai")
 
@@ -67,6 +67,7 @@ _NAMES: dict[PackedFormat, Format] = {
     "int8": "int8",
     "mxfp4": "mxfp4",
     "fp8_tile": "fp8_tile",
+    "bf12": "bf12",
 }
 
 

@@ -335,6 +335,8 @@ def check_layout(layout: BlockLayout) -> None:
     """UsageError for a block the kernels cannot read."""
     if layout.format == "mxfp4" and (layout.hidden % 32 or layout.width % 32):
         raise UsageError(f"mxfp4 experts need sizes in multiples of 32, not {layout.hidden} and {layout.width}")
+    if layout.format == "bf12" and (layout.hidden % 4 or layout.width % 4):
+        raise UsageError(f"bf12 experts need sizes in multiples of 4, not {layout.hidden} and {layout.width}")
     places = (layout.block_bytes, layout.gate.at, layout.up.at, layout.down.at)
-    if layout.format == "mxfp4" and any(place % 4 for place in places):
-        raise UsageError(f"mxfp4 experts need blocks and matrices at multiples of 4 bytes, not {places}")
+    if layout.format in ("mxfp4", "bf12") and any(place % 4 for place in places):
+        raise UsageError(f"{layout.format} experts need blocks and matrices at multiples of 4 bytes, not {places}")

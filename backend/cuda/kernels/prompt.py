@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from foreload.backend.cuda.kernels.experts import _activated, _e2m1
+from foreload.backend.cuda.kernels.experts import _activated, _e2m1, bf12_block, outliers
 
 
 @triton.jit(do_not_specialize=["WORDS"])
@@ -61,11 +61,13 @@ def _block(
     SCALES: tl.constexpr,
     SCALE_STRIDE: tl.constexpr,
 ) -> tl.tensor:
-    """[rows, COLS]: weights of columns `at`.. before scales of rows and tiles; whole numbers and mxfp4 in fp32."""
+    """[rows, COLS]: weights of columns `at`.. before scales of rows and tiles; of int8, mxfp4 and bf12 in fp32."""
     cols = at + tl.arange(0, COLS)
     mask = inside_rows[:, None] & (cols < WIDTH)[None, :]
     if FORMAT == "mxfp4":
         found = _packed_block(address, rows, inside_rows, at, WIDTH, COLS, ALIGN, AT, STRIDE, SCALES, SCALE_STRIDE)
+    elif FORMAT == "bf12":
+        found = bf12_block(address, rows, inside_rows, cols, WIDTH, ALIGN, AT, STRIDE)
     elif FORMAT == "float32":
         wide = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), ALIGN) + AT // 4
         found = tl.load(wide + (rows * (STRIDE // 4))[:, None] + cols[None, :], mask=mask, other=0.0)
@@ -124,17 +126,32 @@ def _add_products(
 @triton.jit
 def _finished(
     total: tl.tensor,
+    inputs: tl.tensor,
+    used: tl.tensor,
     address: tl.tensor,
     rows: tl.tensor,
     inside_rows: tl.tensor,
+    WIDTH: tl.constexpr,
+    ALIGN: tl.constexpr,
     FORMAT: tl.constexpr,
+    AT: tl.constexpr,
+    STRIDE: tl.constexpr,
     SCALES: tl.constexpr,
     SCALE_STRIDE: tl.constexpr,
     BIAS: tl.constexpr,
     BIAS_STRIDE: tl.constexpr,
     BIAS_BYTES: tl.constexpr,
 ) -> tl.tensor:
-    """total [tokens, rows] times the rows' scales, plus their bias."""
+    """total [tokens, rows] times the rows' scales, plus their bias; of bf12 with the products of `inputs` [tokens, 1],
+    where each begins, with what is in the rows' headers.
+    """
+    if FORMAT == "bf12":
+        heads = tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), ALIGN) + AT + 1
+        most = tl.max(tl.load(heads + rows * STRIDE, mask=inside_rows, other=0).to(tl.int32), axis=0)
+        for each in range(tl.minimum(most, 11)):
+            column, value = outliers(address, rows, inside_rows, each, ALIGN, AT, STRIDE)
+            mask = used[:, None] & ((value != 0.0) & (column < WIDTH))[None, :]
+            total += tl.load(inputs + column[None, :], mask=mask, other=0.0).to(tl.float32) * value[None, :]
     if FORMAT == "fp8" or FORMAT == "int8":
         scales = address.to(tl.pointer_type(tl.float32)) + SCALES // 4
         total *= tl.load(scales + rows * (SCALE_STRIDE // 4), mask=inside_rows, other=0.0)[None, :]
@@ -210,9 +227,13 @@ def gate_up_tiles(
             SCALE_STRIDE, TILE, PLAIN,
         )  # fmt: skip
     gate = _finished(
-        gate, address, rows, inside, FORMAT, GATE_SCALES, SCALE_STRIDE, GATE_BIAS, BIAS_STRIDE, BIAS_BYTES
+        gate, inputs, used, address, rows, inside, HIDDEN, ALIGN, FORMAT, GATE, STRIDE, GATE_SCALES, SCALE_STRIDE,
+        GATE_BIAS, BIAS_STRIDE, BIAS_BYTES,
     )  # fmt: skip
-    up = _finished(up, address, rows, inside, FORMAT, UP_SCALES, SCALE_STRIDE, UP_BIAS, BIAS_STRIDE, BIAS_BYTES)
+    up = _finished(
+        up, inputs, used, address, rows, inside, HIDDEN, ALIGN, FORMAT, UP, STRIDE, UP_SCALES, SCALE_STRIDE, UP_BIAS,
+        BIAS_STRIDE, BIAS_BYTES,
+    )  # fmt: skip
     found = _activated(gate, up, ACTIVATION, ALPHA, LIMIT).to(mid.dtype.element_ty)
     tl.store(mid + item[:, None] * WIDTH + rows[None, :], found, mask=used[:, None] & inside[None, :])
 
@@ -254,7 +275,10 @@ def down_tiles(
             total, part, address, rows, inside, at, WIDTH, COLS, ALIGN, FORMAT, DOWN, STRIDE, SCALES,
             SCALE_STRIDE, TILE, PLAIN,
         )  # fmt: skip
-    total = _finished(total, address, rows, inside, FORMAT, SCALES, SCALE_STRIDE, BIAS, BIAS_STRIDE, BIAS_BYTES)
+    total = _finished(
+        total, inputs, used, address, rows, inside, WIDTH, ALIGN, FORMAT, DOWN, STRIDE, SCALES, SCALE_STRIDE, BIAS,
+        BIAS_STRIDE, BIAS_BYTES,
+    )  # fmt: skip
     where = out + item[:, None] * HIDDEN + rows[None, :]
     tl.store(where, total.to(out.dtype.element_ty), mask=used[:, None] & inside[None, :])
 

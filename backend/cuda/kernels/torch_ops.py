@@ -20,8 +20,10 @@ from foreload.backend.cuda.kernels.ops import (
     Ranking,
     Turn,
 )
+from foreload.backend.experts.packing import unpack_rows
 from foreload.backend.models.attention import Rotary, rotate
 from foreload.backend.models.routing import SMALLEST_SUM
+from foreload.formats import row_bytes
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 
@@ -47,6 +49,9 @@ def matrix(memory: Tensor, layout: BlockLayout, part: Part, rows: int, columns: 
         codes = torch.stack([packed & 15, packed >> 4], -1).view(rows, columns)
         powers = _strided(memory, part.scales, part.scale_stride, rows, columns // 32).float() - 127
         return E2M1[codes.long()] * torch.exp2(powers).repeat_interleave(32, 1), bias
+    if layout.format == "bf12":
+        packed = _strided(memory, part.at, part.stride, rows, row_bytes("bf12", columns))
+        return unpack_rows(packed, None, "bf12", columns).float(), bias
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
     dtype = dtypes[layout.format.removesuffix("_tile")]
     weights = _strided(memory, part.at, part.stride, rows, columns * dtype.itemsize).view(dtype).float()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from foreload import formats
 from foreload.backend.cuda.kernels.layout import BlockLayout, Format, Part
+from foreload.backend.experts.packing import pack_rows
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 DTYPES["fp8_tile"] = DTYPES["fp8"]
@@ -14,6 +16,8 @@ TILE = 48
 
 def row_bytes(format_: Format, columns: int) -> int:
     """Bytes of a row of weights."""
+    if format_ == "bf12":
+        return formats.row_bytes(format_, columns)
     return columns // 2 if format_ == "mxfp4" else columns * DTYPES[format_].itemsize
 
 
@@ -76,6 +80,11 @@ def random_blocks(layout: BlockLayout, count: int, generator: torch.Generator) -
                 put(block, part.at, part.stride, codes)
                 powers = torch.randint(122, 126, (rows, columns // 32), generator=generator, dtype=torch.uint8)
                 put(block, part.scales, part.scale_stride, powers)
+            elif layout.format == "bf12":
+                weights[:, ::29] = weights[:, ::29].sign() * 1e-9  # what is beside it in the headers counts
+                weights[1] *= 1e-9
+                weights[1, 3:9:2] = 8.0
+                put(block, part.at, part.stride, pack_rows(weights / 8, "bf12")[0])
             elif layout.format == "int8":
                 put(block, part.at, part.stride, (weights * 40).clamp(-127, 127).to(torch.int8))
             else:

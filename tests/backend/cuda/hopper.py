@@ -26,6 +26,7 @@ from foreload.backend.cuda.kernels.triton_attention import (
 )
 from foreload.backend.cuda.kernels.triton_ops import TOGETHER
 from foreload.backend.models.checkpoint import Checkpoint
+from foreload.formats import row_bytes
 
 WORDS = re.compile(
     r"(?:ld|st)\.global\.\S*|cp\.async\.cg\S*|fence\.acq_rel\.sys|mma\.sync|mma_async|griddepcontrol\.[a-z_]+"
@@ -131,8 +132,16 @@ build("combine", experts.combine, "bffllib", K=8, HIDDEN=2048, COLS=256, HOST=Tr
 build("stamp", hold.stamp, "l", 1)
 build("hold", hold.hold, "ll", 1)
 SIZE = 2880  # gpt-oss: no power of two
-for format_, halves in (("bfloat16", 4), ("float32", 8), ("fp8", 2), ("int8", 2), ("mxfp4", 1), ("fp8_tile", 2)):
-    row, packed = SIZE * halves // 2, halves <= 2
+for format_, halves in (
+    ("bfloat16", 4),
+    ("float32", 8),
+    ("fp8", 2),
+    ("int8", 2),
+    ("mxfp4", 1),
+    ("fp8_tile", 2),
+    ("bf12", 3),
+):
+    row, packed = (SIZE * halves // 2, halves <= 2) if format_ != "bf12" else (row_bytes("bf12", SIZE), False)
     block = {"ENTRY": 4, "HIDDEN": SIZE, "WIDTH": SIZE, "ALIGN": 16, "FORMAT": format_, "STRIDE": row, "BIAS_BYTES": 4}
     scales = 3 * SIZE * row if packed else -1
     block |= {"SCALE_STRIDE": {"mxfp4": 90, "fp8_tile": 92}.get(format_, 4), "BIAS_STRIDE": 8}
