@@ -1,9 +1,10 @@
 """All figures of a machine with two GPUs in half an hour, in lanes beside each other: half of the cores for each GPU.
 
-    python -m benchmarks.h200_pair --out DIR [--minutes 29] [--corpus DIR] [--cores 32] [--gpus 1]
+    python -m benchmarks.h200_pair --out DIR [--minutes 29] [--corpus DIR] [--cores 32] [--gpus 1] [--parts LIST]
 
 The first lane measures what counts, on one engine of the full size. The second does what hardly uses the host's memory:
-other work on it changes figures by several per cent. Other models come last, on both GPUs. With a corpus
+other work on it changes figures by several per cent. The same model with experts in bf12 and other models come last, on
+both GPUs. `--parts` is that of `benchmarks.h200`. With a corpus
 (`recipes/corpus`: train.bin.xz and heldout.jsonl) `topo` is trained, to score expert formats on. With `--gpus 1` a
 single lane does what there is time for, after `topo` is trained (to be scored where there is more), while the GPU's
 tests run. What is simulated meanwhile (`tuned_h200 --prepare`, `tuned_drafts`) comes into DIR/main from elsewhere. Each
@@ -39,6 +40,7 @@ BEGUN_MINUTES, OPENED_MINUTES = 0.9, 0.8
 """What training takes besides, and what the engine of the full size takes to open: nothing is measured by then."""
 SMALL, LARGE = ("gpt-oss-20b", "deepseek-v2-lite", "olmoe-1b-7b"), ("glm-4.7-flash", "gpt-oss-120b", "mixtral-8x7b")
 """Other models, by how long their experts take to load."""
+OTHERS, ALONE = SMALL + LARGE, (LARGE[0], *SMALL)
 
 
 @dataclass(frozen=True)
@@ -108,16 +110,16 @@ def part_done(main: Path, name: str) -> Callable[[], bool]:
     return done
 
 
-def first_lane(out: Path, minutes: float) -> list[Step]:
+def first_lane(out: Path, minutes: float, parts: str = PARTS) -> list[Step]:
     """What counts."""
-    return [full_size(out, minutes, PARTS, "--simulate-later"), *(model(name, out, 1.4) for name in (LARGE[0], *SMALL))]
+    return [full_size(out, minutes, parts, "--simulate-later"), bf12(out), *(model(n, out, 1.4) for n in ALONE)]
 
 
-def only_lane(out: Path, minutes: float, corpus: Path | None) -> list[Step]:
+def only_lane(out: Path, minutes: float, corpus: Path | None, parts: str = PARTS) -> list[Step]:
     """What is needed most first, on the only GPU."""
     ahead = [] if corpus is None else [training(out, corpus, TRAINED_MINUTES_OF_ONE)]
     left = minutes - len(ahead) * (TRAINED_MINUTES_OF_ONE + BEGUN_MINUTES)
-    return [*ahead, full_size(out, left, PARTS, "--simulate-later"), *(model(name, out, 1.1) for name in SMALL + LARGE)]
+    return [*ahead, full_size(out, left, parts, "--simulate-later"), bf12(out), *(model(n, out, 1.1) for n in OTHERS)]
 
 
 def tests(out: Path) -> list[Step]:
@@ -148,6 +150,13 @@ def full_size(out: Path, minutes: float, parts: str, *flags: str) -> Step:
 def recording(name: str) -> str:
     """Where a sample is."""
     return f"traces/samples/{name}.parquet"
+
+
+def bf12(out: Path) -> Step:
+    """Rows of the full size with experts in that format; the minutes include loading and packing them."""
+    flags = ["--format", "bf12", "--sections", "resident,no-cache,cached", "--ratios", "0.17", "--minutes", "4"]
+    command = ["benchmarks.decode", "--trace", TOPO, "--out", str(out / "bf12"), *flags]
+    return Step("bf12", command, 270)
 
 
 def model(name: str, out: Path, minutes: float, ready: Callable[[], bool] = lambda: True) -> Step:
@@ -208,16 +217,17 @@ def main(args: Sequence[str] | None = None) -> list[Mapping[str, Any]]:
     parser.add_argument("--corpus", type=Path, help="of recipes/corpus, to train topo on")
     parser.add_argument("--cores", type=int, default=cores(), help="to share out between the lanes")
     parser.add_argument("--gpus", type=int, default=2, choices=(1, 2))
+    parser.add_argument("--parts", default=PARTS)
     given = parser.parse_args(args)
     given.out.mkdir(parents=True, exist_ok=True)
     now, half = time.monotonic(), max(1, given.cores // 2)
     near, far = frozenset(range(half)), frozenset(range(half, max(half + 1, given.cores)))
     if given.gpus == 1:
         quiet = TRAINED_MINUTES_OF_ONE + BEGUN_MINUTES + OPENED_MINUTES
-        shared = [(0, near | far, only_lane(given.out, given.minutes, given.corpus), given.minutes)]
+        shared = [(0, near | far, only_lane(given.out, given.minutes, given.corpus, given.parts), given.minutes)]
         shared += [] if given.corpus is None else [(0, far, tests(given.out), min(quiet, given.minutes))]
     else:
-        shared = [(0, near, first_lane(given.out, given.minutes), given.minutes)]
+        shared = [(0, near, first_lane(given.out, given.minutes, given.parts), given.minutes)]
         shared += [(1, far, second_lane(given.out, given.corpus), given.minutes)]
     lanes = [Lane(gpu, on, steps, given.out, now + 60 * minutes) for gpu, on, steps, minutes in shared]
     told = run(lanes, given.out)

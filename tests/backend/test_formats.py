@@ -118,7 +118,7 @@ def test_mxfp4_equals_transformers_and_comes_back_exactly() -> None:
 @settings(max_examples=60, deadline=None)
 @given(matrices, st.sampled_from([1.0, 2.0**-30, 2.0**30, 2.0**-128, 0.0]))
 def test_bf12_loses_nothing(drawn: tuple[int, int, int, int], other: float) -> None:
-    """Also of rows with a few weights that are much smaller or larger, and of subnormal numbers and zeros of any sign."""
+    """Also of rows with a few weights that are much smaller or larger; subnormal numbers, zeros of either sign."""
     weights = matrix(drawn).bfloat16()
     weights[:, ::7] *= other
     packed, scales = pack_rows(weights, "bf12")
