@@ -14,7 +14,7 @@ from pathlib import Path
 
 from foreload.errors import UsageError
 
-ABI = 3
+ABI = 4
 PATH = Path(__file__).parent / "_experts.so"
 VARIABLE = "FORELOAD_CPU_ISA"
 

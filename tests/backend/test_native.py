@@ -69,6 +69,11 @@ class Case:
         self.x = randn(TOKENS, hidden).to(torch.bfloat16 if bf16 else torch.float32)
         self.rows = np.concatenate([generator_rows(count) for count in COUNTS]).astype(np.int32)
         self.first = np.cumsum([0, *COUNTS]).astype(np.int32)
+        self.expect()
+
+    def expect(self) -> None:
+        """What the blocks mean."""
+        codec = BlockCodec(self.layout, self.shape, torch.float64)
         views = [codec.views(block) for block in self.blocks]
         of = [self.x[self.rows[a:b]].double() for a, b in zip(self.first, self.first[1:], strict=False)]
         self.expected = torch.cat([run_expert(x, *v) for x, v in zip(of, views, strict=True)])

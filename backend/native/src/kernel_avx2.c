@@ -49,6 +49,29 @@ INLINE __m256 load_mxfp4(const uint8_t *p, int v, float scale) {
     return _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(values)), _mm256_set1_ps(0.5f * scale));
 }
 
+/* The exponent of every code, in both halves; code 0: none. */
+INLINE __m256i open_bf12(const uint8_t *head) {
+    const __m128i codes = _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    __m128i exponents = _mm_add_epi8(codes, _mm_set1_epi8((char)head[0]));
+    return _mm256_broadcastsi128_si256(_mm_andnot_si128(_mm_cmpeq_epi8(codes, _mm_setzero_si128()), exponents));
+}
+
+/* Codes lie as in mxfp4. Sixteen weights become words of bf16 first, placed so that unpacking those gives floats in
+ * order. */
+INLINE __m256 load_bf12(const uint8_t *p, int v, __m256i exponents) {
+    const __m256i twice = _mm256_setr_epi8(0, 0, 1, 1, 2, 2, 3, 3, 8, 8, 9, 9, 10, 10, 11, 11, 4, 4, 5, 5, 6, 6, 7, 7,
+                                           12, 12, 13, 13, 14, 14, 15, 15);
+    const __m256i once = _mm256_or_si256(twice, _mm256_set1_epi16(0x0080));
+    __m256i codes = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)p));
+    __m256i bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(p + 16 + 8 * (v & 2))));
+    if (v >= 2) codes = _mm256_srli_epi16(codes, 4);
+    __m256i found = _mm256_shuffle_epi8(exponents, _mm256_and_si256(codes, _mm256_set1_epi8(15)));
+    found = _mm256_srli_epi16(_mm256_shuffle_epi8(found, once), 1);
+    bytes = _mm256_and_si256(_mm256_shuffle_epi8(bytes, twice), _mm256_set1_epi16((short)0x807F));
+    __m256i words = _mm256_or_si256(bytes, found), zero = _mm256_setzero_si256();
+    return _mm256_castsi256_ps(v & 1 ? _mm256_unpackhi_epi16(zero, words) : _mm256_unpacklo_epi16(zero, words));
+}
+
 #define NAME rows_fp32
 #define BYTES 128
 #define SCALED 0
@@ -79,5 +102,15 @@ INLINE __m256 load_mxfp4(const uint8_t *p, int v, float scale) {
 #define LOAD(p, v, scale) load_mxfp4(p, v, scale)
 #include "rows.h"
 
-const fl_kernel fl_avx2_kernels[FL_FORMATS] = {rows_fp32, rows_bf16, rows_int8, rows_fp8, rows_mxfp4, rows_fp8};
+#define NAME rows_bf12
+#define BYTES 48
+#define SCALED 0
+#define HEAD FL_HEAD
+#define CONTEXT __m256i
+#define OPEN(head) open_bf12(head)
+#define LOAD(p, v, exponents) load_bf12(p, v, exponents)
+#include "rows.h"
+
+const fl_kernel fl_avx2_kernels[FL_FORMATS] = {rows_fp32,  rows_bf16, rows_int8, rows_fp8,
+                                               rows_mxfp4, rows_fp8,  rows_bf12};
 #endif

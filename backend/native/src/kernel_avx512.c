@@ -42,6 +42,25 @@ INLINE __m512 load_mxfp4(const uint8_t *p, int v, float scale) {
     return _mm512_mul_ps(_mm512_permutexvar_ps(wide, values), _mm512_set1_ps(scale));
 }
 
+/* Every code's exponent, where a float has it; code 0: none. */
+INLINE __m512i open_bf12(const uint8_t *head) {
+    const __m512i codes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return _mm512_maskz_slli_epi32(0xFFFE, _mm512_add_epi32(codes, _mm512_set1_epi32(head[0])), 23);
+}
+
+/* Codes lie as in mxfp4. A byte of sign and mantissa goes to both of a float's upper bytes, and its half of each stays. */
+INLINE __m512 load_bf12(const uint8_t *p, int v, __m512i exponents) {
+    const __m512i top = _mm512_setr_epi32(0x00008080, 0x01018080, 0x02028080, 0x03038080, 0x04048080, 0x05058080,
+                                          0x06068080, 0x07078080, 0x08088080, 0x09098080, 0x0A0A8080, 0x0B0B8080,
+                                          0x0C0C8080, 0x0D0D8080, 0x0E0E8080, 0x0F0F8080);
+    __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+    if (v) codes = _mm512_srli_epi32(codes, 4);
+    __m512i bytes = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(p + 16 + 16 * v)));
+    bytes = _mm512_shuffle_epi8(bytes, top);
+    __m512i exponent = _mm512_permutexvar_epi32(codes, exponents);
+    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(bytes, _mm512_set1_epi32((int)0x807F0000), exponent, 0xEA));
+}
+
 #define NAME rows_fp32
 #define BYTES 128
 #define SCALED 0
@@ -72,5 +91,15 @@ INLINE __m512 load_mxfp4(const uint8_t *p, int v, float scale) {
 #define LOAD(p, v, scale) load_mxfp4(p, v, scale)
 #include "rows.h"
 
-const fl_kernel fl_avx512_kernels[FL_FORMATS] = {rows_fp32, rows_bf16, rows_int8, rows_fp8, rows_mxfp4, rows_fp8};
+#define NAME rows_bf12
+#define BYTES 48
+#define SCALED 0
+#define HEAD FL_HEAD
+#define CONTEXT __m512i
+#define OPEN(head) open_bf12(head)
+#define LOAD(p, v, exponents) load_bf12(p, v, exponents)
+#include "rows.h"
+
+const fl_kernel fl_avx512_kernels[FL_FORMATS] = {rows_fp32,  rows_bf16, rows_int8, rows_fp8,
+                                                 rows_mxfp4, rows_fp8,  rows_bf12};
 #endif

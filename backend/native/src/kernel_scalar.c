@@ -65,6 +65,18 @@ INLINE vec load_mxfp4(const uint8_t *p, int v, float scale) {
     return values;
 }
 
+/* Codes lie as in mxfp4; 0 is no exponent. */
+INLINE vec load_bf12(const uint8_t *p, int v, uint32_t base) {
+    bits wide;
+    vec weights;
+    for (int i = 0; i < 16; i++) {
+        uint32_t code = v ? p[i] >> 4 : p[i] & 15, byte = p[16 + 16 * v + i];
+        wide[i] = (byte & 128) << 24 | (byte & 127) << 16 | ((base + code) << 23 & -(uint32_t)(code != 0));
+    }
+    memcpy(&weights, &wide, sizeof weights);
+    return weights;
+}
+
 #define NAME rows_fp32
 #define BYTES 128
 #define SCALED 0
@@ -95,4 +107,14 @@ INLINE vec load_mxfp4(const uint8_t *p, int v, float scale) {
 #define LOAD(p, v, scale) load_mxfp4(p, v, scale)
 #include "rows.h"
 
-const fl_kernel fl_scalar_kernels[FL_FORMATS] = {rows_fp32, rows_bf16, rows_int8, rows_fp8, rows_mxfp4, rows_fp8};
+#define NAME rows_bf12
+#define BYTES 48
+#define SCALED 0
+#define HEAD FL_HEAD
+#define CONTEXT uint32_t
+#define OPEN(head) ((head)[0])
+#define LOAD(p, v, base) load_bf12(p, v, base)
+#include "rows.h"
+
+const fl_kernel fl_scalar_kernels[FL_FORMATS] = {rows_fp32,  rows_bf16, rows_int8, rows_fp8,
+                                                 rows_mxfp4, rows_fp8,  rows_bf12};

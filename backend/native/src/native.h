@@ -9,11 +9,17 @@
 #include <stdint.h>
 
 #define FL_API __attribute__((visibility("default")))
-#define FL_ABI 3
+#define FL_ABI 4
 
-enum { FL_FP32, FL_BF16, FL_INT8, FL_FP8, FL_MXFP4, FL_FP8_TILE, FL_FORMATS };
+enum { FL_FP32, FL_BF16, FL_INT8, FL_FP8, FL_MXFP4, FL_FP8_TILE, FL_BF12, FL_FORMATS };
 enum { FL_SCALAR, FL_AVX2, FL_AVX512, FL_AVX512_BF16, FL_AVX512_VNNI, FL_AVX512_ALL, FL_ISAS };
 enum { FL_SILU, FL_SWIGLU_OAI };
+
+/* A row of bf12, bf16 in 12 bits without loss: FL_HEAD bytes, then 48 for every 32 weights. 16 of these hold codes, that of
+ * weight j below that of j + 16, and 32 a sign and mantissa each; the exponent is base + code, or 0 for code 0. Weights
+ * that no code fits are +0 there and in the head: base, their number (11 at most), two zeros, then column and bf16 bits of
+ * each, two bytes both. */
+#define FL_HEAD 48
 
 /* How inputs of a dot product are held: rows padded with zeros to whole chunks. X_MX: in blocks of 32, the even
  * elements before the odd ones, as the nibbles come apart. X_MX_BF16: two such blocks together, in bf16. X_I16: 16 bits,

@@ -2,9 +2,11 @@
  * FL_TOKENS tokens. Included once per format with these macros:
  *   NAME     of the function                TARGET   attribute that permits the instructions
  *   VEC      vector of floats               VECS     vectors in a chunk of CHUNK elements
- *   BYTES    bytes of a chunk of weights    LOAD     (chunk of a row, vector number, its scale) -> weights as VEC_W
- *   SCALED   1 if a scale byte goes with every chunk (mxfp4)       MOST   tokens (1, 2, 3 or 6) whose sums fit the registers
+ *   BYTES    bytes of a chunk of weights    LOAD     (chunk of a row, vector number, its context) -> weights as VEC_W
+ *   SCALED   1 if a scale byte goes with every chunk (mxfp4)       MOST   tokens (1, 3 or 6) whose sums fit the registers
  *   XLOAD, FMA, SUM4, ZERO, XTYPE, CHUNK
+ * and with these where rows begin with a head and are whole chunks (bf12):
+ *   HEAD     bytes of it                    OPEN     (head) -> the row's context, a CONTEXT; else that is a scale
  *
  * Four rows at a time, whatever the number of tokens, and one running sum per (row, token): a weight is unpacked once per
  * MOST tokens, and a token's result does not depend on its company. While more tokens go over rows that are in the caches,
@@ -13,33 +15,41 @@
 #define JOIN_(a, b) a##b
 #define JOIN(a, b) JOIN_(a, b)
 #define FN(part) JOIN(NAME, part)
+#ifndef HEAD
+#define HEAD 0
+#define CONTEXT float
+#define OPEN(head) 1.0f
+#endif
 
-TARGET static inline __attribute__((always_inline)) void FN(_chunk)(int T, const uint8_t *const *w, const float *scale,
+TARGET static inline __attribute__((always_inline)) void FN(_chunk)(int T, const uint8_t *const *w, const CONTEXT *context,
                                                                     const XTYPE *const *x, size_t at,
                                                                     VEC acc[FL_ROWS][MOST]) {
-    (void)scale;
-#pragma GCC unroll 8
-    for (int v = 0; v < VECS; v++) {
-#if MOST < 5 /* few registers: one row's weights at a time */
+    (void)context;
+#if MOST == 3 /* few registers: one row's weights at a time */
 #pragma GCC unroll 4
-        for (int r = 0; r < FL_ROWS; r++) {
-            VEC_W weight = LOAD(w[r], v, scale[r]);
+    for (int r = 0; r < FL_ROWS; r++) {
+#pragma GCC unroll 8
+        for (int v = 0; v < VECS; v++) {
+            VEC_W weight = LOAD(w[r], v, context[r]);
 #pragma GCC unroll 8
             for (int t = 0; t < T; t++)
                 acc[r][t] = FMA(weight, XLOAD(x[t] + at + v * (CHUNK / VECS)), acc[r][t]);
         }
+    }
 #else
+#pragma GCC unroll 8
+    for (int v = 0; v < VECS; v++) {
         VEC_W weight[FL_ROWS];
 #pragma GCC unroll 4
-        for (int r = 0; r < FL_ROWS; r++) weight[r] = LOAD(w[r], v, scale[r]);
+        for (int r = 0; r < FL_ROWS; r++) weight[r] = LOAD(w[r], v, context[r]);
 #pragma GCC unroll 8
         for (int t = 0; t < T; t++) {
             VEC_W input = XLOAD(x[t] + at + v * (CHUNK / VECS));
 #pragma GCC unroll 4
             for (int r = 0; r < FL_ROWS; r++) acc[r][t] = FMA(weight[r], input, acc[r][t]);
         }
-#endif
     }
+#endif
 }
 
 TARGET static inline __attribute__((always_inline)) void FN(_block)(int T, const uint8_t *const *w,
@@ -48,23 +58,27 @@ TARGET static inline __attribute__((always_inline)) void FN(_block)(int T, const
                                                                     float (*out)[FL_TOKENS]) {
     VEC acc[FL_ROWS][MOST];
     const uint8_t *row[FL_ROWS];
-    float scale[FL_ROWS] = {1, 1, 1, 1};
+    CONTEXT context[FL_ROWS];
 #pragma GCC unroll 4
     for (int r = 0; r < FL_ROWS; r++) {
-        row[r] = w[r];
+        row[r] = w[r] + HEAD;
+        context[r] = OPEN(w[r]);
 #pragma GCC unroll 8
         for (int t = 0; t < T; t++) acc[r][t] = ZERO;
     }
-    size_t chunks = SCALED ? (k + CHUNK - 1) / CHUNK : k / CHUNK, left = SCALED ? 0 : k % CHUNK;
+    int whole = SCALED || HEAD;
+    size_t chunks = whole ? (k + CHUNK - 1) / CHUNK : k / CHUNK, left = whole ? 0 : k % CHUNK;
     size_t last = chunks > FL_AHEAD / BYTES ? chunks - FL_AHEAD / BYTES : 0;
     for (size_t c = 0; c < chunks; c++) {
         size_t ahead = far ? far : FL_AHEAD + (c < last ? 0 : jump);
 #pragma GCC unroll 4
         for (int r = 0; r < FL_ROWS; r++) {
             __builtin_prefetch(row[r] + ahead);
-            if (SCALED) scale[r] = fl_e8m0(s[r][c]);
+#if SCALED
+            context[r] = fl_e8m0(s[r][c]);
+#endif
         }
-        FN(_chunk)(T, row, scale, x, c * CHUNK, acc);
+        FN(_chunk)(T, row, context, x, c * CHUNK, acc);
 #pragma GCC unroll 4
         for (int r = 0; r < FL_ROWS; r++) row[r] += BYTES;
     }
@@ -76,7 +90,7 @@ TARGET static inline __attribute__((always_inline)) void FN(_block)(int T, const
             memcpy(tail[r], row[r], left * BYTES / CHUNK);
             row[r] = tail[r];
         }
-        FN(_chunk)(T, row, scale, x, chunks * CHUNK, acc);
+        FN(_chunk)(T, row, context, x, chunks * CHUNK, acc);
     }
 #pragma GCC unroll 8
     for (int t = 0; t < T; t++) {
@@ -93,7 +107,8 @@ LINKAGE void NAME(const uint8_t *const *w, const uint8_t *const *s, const void *
         int left = tokens - t, blocks = (left + MOST - 1) / MOST, n = (left + blocks - 1) / blocks;
         const XTYPE *const *here = (const XTYPE *const *)(x + t);
         float(*there)[FL_TOKENS] = (float (*)[FL_TOKENS])(&out[0][t]);
-        size_t far = t ? (k + CHUNK - 1) / CHUNK * BYTES + jump : 0; /* these rows are here: those read next are on their way */
+        /* These rows are here: those read next are on their way. */
+        size_t far = t ? HEAD + (k + CHUNK - 1) / CHUNK * BYTES + jump : 0;
         switch (n) {
             case 1: FN(_block)(1, w, s, here, k, jump, far, there); break;
 #if MOST > 1
@@ -119,3 +134,6 @@ LINKAGE void NAME(const uint8_t *const *w, const uint8_t *const *s, const void *
 #undef LOAD
 #undef BYTES
 #undef SCALED
+#undef HEAD
+#undef CONTEXT
+#undef OPEN

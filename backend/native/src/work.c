@@ -62,7 +62,8 @@ static int valid(const fl_layout *l, const fl_work *w) {
     if (l->format < 0 || l->format >= FL_FORMATS || l->activation < FL_SILU || l->activation > FL_SWIGLU_OAI) return 0;
     if (l->hidden < 1 || l->width < 1 || w->experts < 1 || w->tokens < 1 || w->first[0] != 0) return 0;
     if (l->tile < 0 || (l->format == FL_FP8_TILE) != (l->tile > 0)) return 0;
-    if ((l->format >= FL_INT8) != (l->gate_up_scale >= 0 && l->down_scale >= 0)) return 0;
+    int scaled = l->format >= FL_INT8 && l->format != FL_BF12;
+    if (scaled != (l->gate_up_scale >= 0 && l->down_scale >= 0)) return 0;
     for (int e = 0; e < w->experts; e++)
         if (w->first[e + 1] <= w->first[e] || !w->blocks[e]) return 0;
     if (w->weights && (!w->soon || w->out_bf16)) return 0;
@@ -134,6 +135,7 @@ static size_t row_bytes(int format, size_t k) {
         case FL_FP32: return 4 * k;
         case FL_BF16: return 2 * k;
         case FL_MXFP4: return (k + 31) / 32 * 16;
+        case FL_BF12: return FL_HEAD + (k + 31) / 32 * 48;
         default: return k;
     }
 }
@@ -222,6 +224,18 @@ static void tiled(const fl_job *job, const matrix *m, const uint8_t *const *weig
     }
 }
 
+/* Add what bf12 rows have in their heads: kernels take it for zeros. */
+static void heads(const uint8_t *const *weights, int rows, const void *const *x, int tokens,
+                  float out[FL_ROWS][FL_TOKENS]) {
+    for (int r = 0; r < rows; r++)
+        for (int i = 1; i <= weights[r][1]; i++) {
+            uint16_t entry[2]; /* column, bits */
+            memcpy(entry, weights[r] + 4 * i, sizeof entry);
+            float value = from_bf16(entry[1]);
+            for (int t = 0; t < tokens; t++) out[r][t] += value * ((const float *)x[t])[entry[0]];
+        }
+}
+
 /* Dot products of some rows with some tokens, row scales and biases applied. */
 static void dots(const fl_job *job, const matrix *m, const int *row, int rows, const void *const *x, int tokens,
                  float out[FL_ROWS][FL_TOKENS]) {
@@ -235,6 +249,7 @@ static void dots(const fl_job *job, const matrix *m, const int *row, int rows, c
         tiled(job, m, weights, scales, x, tokens, out);
     else
         job->choice.run(weights, scales, x, tokens, m->k, m->jump, out);
+    if (format == FL_BF12) heads(weights, rows, x, tokens, out);
     float unit = format == FL_FP8 || format == FL_FP8_TILE ? 256.0f : 1.0f; /* what load_fp8 leaves out */
     if (unit == 1.0f && !scaled && !m->biases) return;
     for (int r = 0; r < rows; r++) {
