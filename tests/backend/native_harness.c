@@ -29,9 +29,9 @@ static fl_layout layout_of(int format) {
 }
 
 /* Heads with some outliers, one in the last column. */
-static void fill_heads(uint8_t *rows, int n, int k, int base) {
+static void fill_heads(uint8_t *rows, int n, int k, int top) {
     for (; n; n--, rows += row_bytes(FL_BF12, k)) {
-        uint16_t head[FL_HEAD / 2] = {(uint16_t)(base | n % 12 << 8)};
+        uint16_t head[FL_HEAD / 2] = {(uint16_t)(top | n % 12 << 8)};
         for (int i = 1; i <= n % 12; i++) head[2 * i] = (uint16_t)(k - i), head[2 * i + 1] = 0x3D80;
         memcpy(rows, head, sizeof head);
     }
@@ -49,8 +49,8 @@ static void fill(const fl_layout *l) {
         if (l->format == FL_BF16)
             for (size_t i = 0; i < weights / 2; i++) ((uint16_t *)blocks[e])[i] = (uint16_t)(0x3C00 + rand() % 512);
         if (l->format == FL_BF12) {
-            fill_heads(blocks[e], 2 * WIDTH, HIDDEN, 112);
-            fill_heads(blocks[e] + l->down, HIDDEN, WIDTH, 112);
+            fill_heads(blocks[e], 2 * WIDTH, HIDDEN, 127);
+            fill_heads(blocks[e] + l->down, HIDDEN, WIDTH, 127);
         }
         for (int i = 0; i < 2 * WIDTH * 3 && l->gate_up_scale >= 0; i++)
             if (l->format == FL_MXFP4)
@@ -99,7 +99,7 @@ static int decodes(int isa) {
     float out[FL_ROWS][FL_TOKENS];
     for (int base = 0; base < 240; base++) {
         for (size_t i = 0; i < sizeof rows; i++) ((uint8_t *)rows)[i] = (uint8_t)rand();
-        for (int r = 0; r < FL_ROWS; r++) w[r] = rows[r], rows[r][0] = (uint8_t)base;
+        for (int r = 0; r < FL_ROWS; r++) w[r] = rows[r], rows[r][0] = (uint8_t)(base + 15);
         for (int t = 0; t < FL_TOKENS; t++) inputs[t] = x[t];
         for (int at = 0; at < K; at += FL_TOKENS) {
             int n = K - at < FL_TOKENS ? K - at : FL_TOKENS;

@@ -52,7 +52,7 @@ INLINE __m256 load_mxfp4(const uint8_t *p, int v, float scale) {
 /* The exponent of every code, in both halves; code 0: none. */
 INLINE __m256i open_bf12(const uint8_t *head) {
     const __m128i codes = _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    __m128i exponents = _mm_add_epi8(codes, _mm_set1_epi8((char)head[0]));
+    __m128i exponents = _mm_add_epi8(codes, _mm_set1_epi8((char)(head[0] - 15)));
     return _mm256_broadcastsi128_si256(_mm_andnot_si128(_mm_cmpeq_epi8(codes, _mm_setzero_si128()), exponents));
 }
 

@@ -45,7 +45,7 @@ INLINE __m512 load_mxfp4(const uint8_t *p, int v, float scale) {
 /* Every code's exponent, where a float has it; code 0: none. */
 INLINE __m512i open_bf12(const uint8_t *head) {
     const __m512i codes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    return _mm512_maskz_slli_epi32(0xFFFE, _mm512_add_epi32(codes, _mm512_set1_epi32(head[0])), 23);
+    return _mm512_maskz_slli_epi32(0xFFFE, _mm512_add_epi32(codes, _mm512_set1_epi32(head[0] - 15)), 23);
 }
 
 /* Codes lie as in mxfp4. A byte of sign and mantissa goes to both of a float's upper bytes, and its half of each stays. */

@@ -112,7 +112,7 @@ INLINE vec load_bf12(const uint8_t *p, int v, uint32_t base) {
 #define SCALED 0
 #define HEAD FL_HEAD
 #define CONTEXT uint32_t
-#define OPEN(head) ((head)[0])
+#define OPEN(head) ((head)[0] - 15u)
 #define LOAD(p, v, base) load_bf12(p, v, base)
 #include "rows.h"
 

@@ -16,10 +16,11 @@ enum { FL_SCALAR, FL_AVX2, FL_AVX512, FL_AVX512_BF16, FL_AVX512_VNNI, FL_AVX512_
 enum { FL_SILU, FL_SWIGLU_OAI };
 
 /* A row of bf12, bf16 in 12 bits without loss: FL_HEAD bytes, then 48 for every 32 weights. 16 of these hold codes, that of
- * weight j below that of j + 16, and 32 a sign and mantissa each; the exponent is base + code, or 0 for code 0. Weights
- * that no code fits are +0 there and in the head: base, their number (11 at most), two zeros, then column and bf16 bits of
- * each, two bytes both. */
+ * weight j below that of j + 16, and 32 a sign and mantissa each; code 15 is the exponent that the head begins with, the
+ * others are next to it, and code 0 is 0. Weights that no code fits are +0 there and in the head: their number, two zeros,
+ * then column and bf16 bits of each, two bytes both. */
 #define FL_HEAD 48
+#define FL_OUTLIERS 11
 
 /* How inputs of a dot product are held: rows padded with zeros to whole chunks. X_MX: in blocks of 32, the even
  * elements before the odd ones, as the nibbles come apart. X_MX_BF16: two such blocks together, in bf16. X_I16: 16 bits,

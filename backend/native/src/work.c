@@ -224,13 +224,14 @@ static void tiled(const fl_job *job, const matrix *m, const uint8_t *const *weig
     }
 }
 
-/* Add what bf12 rows have in their heads: kernels take it for zeros. */
-static void heads(const uint8_t *const *weights, int rows, const void *const *x, int tokens,
+/* Add what bf12 rows of k columns have in their heads: kernels take it for zeros. In a poisoned block nothing fits. */
+static void heads(const uint8_t *const *weights, int rows, size_t k, const void *const *x, int tokens,
                   float out[FL_ROWS][FL_TOKENS]) {
     for (int r = 0; r < rows; r++)
-        for (int i = 1; i <= weights[r][1]; i++) {
+        for (int i = 1; i <= weights[r][1] && i <= FL_OUTLIERS; i++) {
             uint16_t entry[2]; /* column, bits */
             memcpy(entry, weights[r] + 4 * i, sizeof entry);
+            if (entry[0] >= k) break;
             float value = from_bf16(entry[1]);
             for (int t = 0; t < tokens; t++) out[r][t] += value * ((const float *)x[t])[entry[0]];
         }
@@ -249,7 +250,7 @@ static void dots(const fl_job *job, const matrix *m, const int *row, int rows, c
         tiled(job, m, weights, scales, x, tokens, out);
     else
         job->choice.run(weights, scales, x, tokens, m->k, m->jump, out);
-    if (format == FL_BF12) heads(weights, rows, x, tokens, out);
+    if (format == FL_BF12) heads(weights, rows, m->k, x, tokens, out);
     float unit = format == FL_FP8 || format == FL_FP8_TILE ? 256.0f : 1.0f; /* what load_fp8 leaves out */
     if (unit == 1.0f && !scaled && !m->biases) return;
     for (int r = 0; r < rows; r++) {
