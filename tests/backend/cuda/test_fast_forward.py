@@ -81,7 +81,7 @@ FETCH_ONLY: dict[str, dict[str, Any]] = {
     "depth_2": {"cache_ratio": 0.25, "predictor": "gate", "prefetch_depth": 2, "admission": "background"},
     "formats": {
         "cache_ratio": 0.25,
-        "expert_format": ("fp8", "bf16", "int8"),
+        "expert_format": ("fp8", "bf12", "int8"),
         "predictor": "gate",
         "prefetch_depth": 1,
     },
