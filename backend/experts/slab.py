@@ -16,7 +16,7 @@ from foreload.backend.experts import conversions
 from foreload.backend.experts.blocks import BlockCodec, ExpertViews
 from foreload.backend.experts.pages import populate, prefer_huge_pages
 from foreload.backend.models.checkpoint import Checkpoint
-from foreload.errors import ForeloadError
+from foreload.errors import ForeloadError, SettingsError
 from foreload.formats import ALIGNMENT, FORMAT_OF_DTYPE, BlockLayout, PackedFormat, block_layout
 from foreload.machine import cores
 from foreload.units import format_bytes
@@ -108,7 +108,10 @@ class HostSlab:
     def _fill(self, checkpoint: Checkpoint, device: torch.device, progress: Callable[[int, int], None] | None) -> None:
         total = checkpoint.expert_parts()
         for done, (at, expert, part, tensor) in enumerate(checkpoint.read_stored(device), 1):
-            self.codecs[at].write(self._blocks[at][expert], part, tensor)
+            try:
+                self.codecs[at].write(self._blocks[at][expert], part, tensor)
+            except SettingsError as error:
+                raise SettingsError(f"MoE layer {at}, expert {expert}, {part}: {error}") from error
             if progress is not None:
                 progress(done, total)
 

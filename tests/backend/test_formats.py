@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +18,8 @@ from foreload.backend.experts.blocks import BlockCodec
 from foreload.backend.experts.packing import pack_rows, unpack_rows
 from foreload.backend.experts.slab import HostSlab
 from foreload.backend.models.checkpoint import Checkpoint
+from foreload.backend.models.family import ExpertPart
+from foreload.backend.models.source import Found
 from foreload.budget import slot_budget
 from foreload.errors import SettingsError
 from foreload.formats import FORMATS, PackedFormat, block_layout, layer_bytes, layer_formats, slot_bytes
@@ -251,6 +253,23 @@ def test_bf12_gives_the_logits_of_bf16(make_engine: MakeEngine) -> None:
             engine.forward.prefill([3, 1, 4, 1, 5], 0, True)
             runs.append(torch.cat([engine.forward.decode([token], 5 + n).clone() for n, token in enumerate([2, 7, 1])]))
     assert torch.equal(*runs)
+
+
+@pytest.mark.integration
+def test_what_a_format_cannot_hold_is_named(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = Checkpoint.read_stored
+
+    def mixed(checkpoint: Checkpoint, device: torch.device) -> Iterator[tuple[int, int, ExpertPart, Found]]:
+        for at, expert, part, tensor in read(checkpoint, device):
+            if (at, expert, part) == (1, 5, "up"):
+                assert isinstance(tensor, torch.Tensor)
+                tensor = tensor.float()
+                tensor[2, ::2] = 2.0**-60
+            yield at, expert, part, tensor
+
+    monkeypatch.setattr(Checkpoint, "read_stored", mixed)
+    with pytest.raises(SettingsError, match=r"MoE layer 1, expert 5, up: expert_format bf12: a row has \d+ weights"):
+        HostSlab(Checkpoint.open(str(tiny)), torch.float32, False, formats=("bf12",) * 3)
 
 
 @pytest.mark.integration

@@ -82,8 +82,14 @@ def test_a_dry_run_writes_nothing(files: list[str], tmp_path: Path, capsys: Any)
     [
         (["--run", "run"], "a run folder holds one recording, 2 were given"),
         (["--format-loss", "fp8=0.2"], "go together: give both or none"),
-        (["--format-loss", "fp9=0.2", "--max-quality-loss", "1"], "--format-loss 'fp9=0.2': a format (bf16, bf12, fp8, "),
-        (["--format-loss", "fp8=few", "--max-quality-loss", "1"], "--format-loss 'fp8=few': a format (bf16, bf12, fp8, "),
+        (
+            ["--format-loss", "fp9=0.2", "--max-quality-loss", "1"],
+            "--format-loss 'fp9=0.2': a format (bf16, bf12, fp8, ",
+        ),
+        (
+            ["--format-loss", "fp8=few", "--max-quality-loss", "1"],
+            "--format-loss 'fp8=few': a format (bf16, bf12, fp8, ",
+        ),
         (["--backend", "dask"], "--backend dask and --address go together"),
         (["--resume", "profile.json"], "profile.json: line 1 is no tuning state"),
     ],
