@@ -40,7 +40,6 @@ BEGUN_MINUTES, OPENED_MINUTES = 0.9, 0.8
 """What training takes besides, and what the engine of the full size takes to open: nothing is measured by then."""
 SMALL, LARGE = ("gpt-oss-20b", "deepseek-v2-lite", "olmoe-1b-7b"), ("glm-4.7-flash", "gpt-oss-120b", "mixtral-8x7b")
 """Other models, by how long their experts take to load."""
-OTHERS, ALONE = SMALL + LARGE, (LARGE[0], *SMALL)
 
 
 @dataclass(frozen=True)
@@ -112,14 +111,16 @@ def part_done(main: Path, name: str) -> Callable[[], bool]:
 
 def first_lane(out: Path, minutes: float, parts: str = PARTS) -> list[Step]:
     """What counts."""
-    return [full_size(out, minutes, parts, "--simulate-later"), bf12(out), *(model(n, out, 1.4) for n in ALONE)]
+    others = [model(name, out, 1.4) for name in (LARGE[0], *SMALL)]
+    return [full_size(out, minutes, parts, "--simulate-later"), bf12(out), *others]
 
 
 def only_lane(out: Path, minutes: float, corpus: Path | None, parts: str = PARTS) -> list[Step]:
     """What is needed most first, on the only GPU."""
     ahead = [] if corpus is None else [training(out, corpus, TRAINED_MINUTES_OF_ONE)]
     left = minutes - len(ahead) * (TRAINED_MINUTES_OF_ONE + BEGUN_MINUTES)
-    return [*ahead, full_size(out, left, parts, "--simulate-later"), bf12(out), *(model(n, out, 1.1) for n in OTHERS)]
+    others = [model(name, out, 1.1) for name in SMALL + LARGE]
+    return [*ahead, full_size(out, left, parts, "--simulate-later"), bf12(out), *others]
 
 
 def tests(out: Path) -> list[Step]:

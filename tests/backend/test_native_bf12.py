@@ -35,7 +35,13 @@ def in_bf12(case: Case) -> Case:
     return twin
 
 
-def cases(shape: ModelShape, hidden: int, width: int, outliers: bool) -> list[Case]:
+def outliers(twin: Case) -> torch.Tensor:
+    """How many every row of gate_up has, [experts, rows]."""
+    rows, hidden = 2 * twin.shape.expert_width, twin.shape.hidden
+    return twin.blocks[:, : rows * row_bytes("bf12", hidden)].view(EXPERTS, rows, -1)[:, :, 1]
+
+
+def cases(shape: ModelShape, hidden: int, width: int, others: bool) -> list[Case]:
     """bf16 experts of a few exponents, with zeros of both signs and subnormals, and up to eleven others in a row."""
     found = []
     for activation, bf16 in product(get_args(Activation), (False, True)):
@@ -45,7 +51,7 @@ def cases(shape: ModelShape, hidden: int, width: int, outliers: bool) -> list[Ca
             matrix[matrix.abs() < 2.0 ** (BASE + 1 - 127)] = 0
             for i, value in enumerate((0.0, -0.0, 2.0**-130, -(2.0**-127))):
                 matrix.view(-1)[i :: 17 + i] = value
-            for i in range(min(BF12_OUTLIERS, matrix.shape[1]) if outliers else 0):
+            for i in range(min(BF12_OUTLIERS, matrix.shape[1]) if others else 0):
                 matrix[i :: 2 + i, 5 * i % matrix.shape[1]] = (-1.0) ** i * 2.0 ** (3 - 9 * (i % 3))
                 matrix[i :: 5 + i, -1] = 3.0
         case.expect()
@@ -59,8 +65,7 @@ def cases(shape: ModelShape, hidden: int, width: int, outliers: bool) -> list[Ca
 def test_bf12_gives_the_bits_of_bf16(shape: ModelShape, isa: Isa, hidden: int, width: int) -> None:
     for case in cases(shape, hidden, width, False):
         twin = in_bf12(case)
-        rows = twin.blocks[:, : 2 * width * row_bytes("bf12", hidden)].view(EXPERTS, 2 * width, -1)
-        assert not rows[:, :, 1].any(), "outliers come last"
+        assert not outliers(twin).any(), "outliers come last"
         assert torch.equal(twin.run(isa, 2), case.run(isa, 1))
 
 
@@ -70,8 +75,7 @@ def test_bf12_gives_the_bits_of_bf16(shape: ModelShape, isa: Isa, hidden: int, w
 def test_outliers_equal_float64(shape: ModelShape, isa: Isa, hidden: int, width: int) -> None:
     for case in cases(shape, hidden, width, True):
         twin = in_bf12(case)
-        rows = twin.blocks[:, : 2 * width * row_bytes("bf12", hidden)].view(EXPERTS, 2 * width, -1)
-        assert rows[:, :, 1].any(), "no outliers"
+        assert outliers(twin).any(), "no outliers"
         together = twin.run(isa, 1)
         assert twin.off(together) < TOLERANCE["same"]
         assert torch.equal(together, twin.run(isa, 4))

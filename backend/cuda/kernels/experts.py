@@ -140,17 +140,20 @@ def outliers(
     rows: tl.tensor,
     inside_rows: tl.tensor,
     each: tl.tensor,
+    WIDTH: tl.constexpr,
     ALIGN: tl.constexpr,
     AT: tl.constexpr,
     STRIDE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Columns int32 and values fp32 of entries `each` of the headers of bf12 rows; 0 and 0 where a row has fewer."""
+    """Columns int32 and values fp32 of entries `each` of the headers of bf12 rows, WIDTH wide; values are 0 where a row
+    has fewer, and in a poisoned block.
+    """
     mask = inside_rows & (each < 11)
     words = (
         tl.multiple_of(address.to(tl.pointer_type(tl.uint16)), ALIGN) + AT // 2 + rows * (STRIDE // 2) + 2 + 2 * each
     )
     column = tl.load(words, mask=mask, other=0).to(tl.int32)
-    value = tl.load(words + 1, mask=mask, other=0).to(tl.int32) << 16
+    value = tl.where(column < WIDTH, tl.load(words + 1, mask=mask, other=0).to(tl.int32) << 16, 0)
     return column, value.to(tl.float32, bitcast=True)
 
 
@@ -174,7 +177,7 @@ def _bf12_products(
     """
     WORDS: tl.constexpr = COLS // 4
     each = tl.arange(0, 16)
-    column, value = outliers(address, rows[:, None], inside_rows[:, None], each[None, :], ALIGN, AT, STRIDE)
+    column, value = outliers(address, rows[:, None], inside_rows[:, None], each[None, :], WIDTH, ALIGN, AT, STRIDE)
     words = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), ALIGN) + AT // 4
     start = (rows * (STRIDE // 4))[:, None]
     base = (tl.load(words + rows * (STRIDE // 4), mask=inside_rows, other=0) & 255)[:, None] - 15
@@ -196,7 +199,7 @@ def _bf12_products(
         total += (odd << 16).to(tl.float32, bitcast=True) * second[None, :]
         total += (even & -0x10000).to(tl.float32, bitcast=True) * third[None, :]
         total += (odd & -0x10000).to(tl.float32, bitcast=True) * fourth[None, :]
-    far = tl.load(x + column, mask=(value != 0.0) & (column < WIDTH), other=0.0).to(tl.float32)
+    far = tl.load(x + column, mask=value != 0.0, other=0.0).to(tl.float32)
     return tl.sum(total, axis=1) + tl.sum(far * value, axis=1)
 
 

@@ -149,8 +149,8 @@ def _finished(
         heads = tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), ALIGN) + AT + 1
         most = tl.max(tl.load(heads + rows * STRIDE, mask=inside_rows, other=0).to(tl.int32), axis=0)
         for each in range(tl.minimum(most, 11)):
-            column, value = outliers(address, rows, inside_rows, each, ALIGN, AT, STRIDE)
-            mask = used[:, None] & ((value != 0.0) & (column < WIDTH))[None, :]
+            column, value = outliers(address, rows, inside_rows, each, WIDTH, ALIGN, AT, STRIDE)
+            mask = used[:, None] & (value != 0.0)[None, :]
             total += tl.load(inputs + column[None, :], mask=mask, other=0.0).to(tl.float32) * value[None, :]
     if FORMAT == "fp8" or FORMAT == "int8":
         scales = address.to(tl.pointer_type(tl.float32)) + SCALES // 4
