@@ -303,9 +303,7 @@ def markdown(found: dict[str, Any]) -> str:
 
 def on_engine(engine: Engine, routing: Mapping[str, Trace], until: float, out: Path) -> dict[str, Any]:
     """The rows on an open engine, the most important first, until a time on the monotonic clock."""
-    return Measurement(
-        engine, routing, Wanted(out, tuned=tuned_of(sorted(out.glob("tuned-[0-9]*.json"))), until=until)
-    ).run()
+    return Measurement(engine, routing, Wanted(out, tuned=tuned_of(prepared(out)), until=until)).run()
 
 
 def drafts_on_engine(engine: Engine, routing: Mapping[str, Trace], until: float, out: Path) -> dict[str, Any]:
@@ -317,6 +315,11 @@ def drafts_on_engine(engine: Engine, routing: Mapping[str, Trace], until: float,
     also = tuple((name, path.stem, Settings.load(path)) for name, path in files)
     wanted = Wanted(out / "drafts", ("drafts",), gammas=(2, 4), also=also, until=until)
     return Measurement(engine, drafted, wanted).run()
+
+
+def prepared(out: Path) -> list[Path]:
+    """Tuned settings that were put where the result goes."""
+    return sorted(out.glob("tuned-[0-9]*.json"))
 
 
 def tuned_of(paths: Sequence[Path]) -> dict[float, Settings]:
@@ -359,7 +362,7 @@ def arguments(args: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--contexts", type=numbered, default=(CONTEXT,), help="the first is that of all other sections")
     parser.add_argument("--gammas", type=numbered, default=(2, 4, 8))
     parser.add_argument(
-        "--settings", type=Path, action="append", default=[], help="tuned-RATIO.json, beside the others"
+        "--settings", type=Path, action="append", default=[], help="tuned-RATIO.json, beside those in --out"
     )
     parser.add_argument("--also", type=routed, action="append", default=[], metavar="ROUTING=FILE")
     parser.add_argument("--link", type=float, help="bytes per second of an emulated link, on cpu")
@@ -401,7 +404,7 @@ def main(args: Sequence[str] | None = None, checkpoint: Checkpoint | None = None
         given.contexts[1:],
         given.ratios,
         given.gammas,
-        tuned_of(given.settings),
+        tuned_of([*prepared(given.out), *given.settings]),
         tuple(given.also),
         given.steps,
         given.repeats,
