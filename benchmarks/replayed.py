@@ -26,7 +26,8 @@ from foreload.machine import stolen
 from foreload.settings import Settings, slot_counts
 from foreload.shape import ModelShape
 from foreload.simulator.compiled import simulate
-from foreload.simulator.costs import CostModel, split_costs
+from foreload.simulator.contended import split_costs
+from foreload.simulator.costs import CostModel
 from foreload.simulator.validation import Figures, rates
 from foreload.traces.histogram import uses
 from foreload.traces.remodel import as_deep, of_shape, renamed, with_windows, without_windows

@@ -25,7 +25,8 @@ from foreload.files import write_json
 from foreload.machine import machine_name, software
 from foreload.settings import Settings
 from foreload.simulator.compiled import simulate_requests
-from foreload.simulator.costs import CostModel, split_costs
+from foreload.simulator.contended import split_costs
+from foreload.simulator.costs import CostModel
 from foreload.simulator.engine_model import simulate
 from foreload.simulator.replay import replay
 from foreload.simulator.workload import Request, load_requests

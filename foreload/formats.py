@@ -34,6 +34,8 @@ ALIGNMENT = 64
 
 ExpertFormat = Literal["bf16", "bf12", "fp8", "int8", "mxfp4"]
 """What `Settings.expert_format` may choose; without a choice experts stay as the checkpoint has them."""
+SMALLER: dict[PackedFormat, ExpertFormat] = {"bf16": "bf12"}
+"""Formats that hold the same numbers in fewer bytes."""
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from foreload.profiler.schema import Measurement
 from foreload.profiler.stats import gpu_microseconds, host_samples, summarise
 from foreload.shape import ModelShape
 
-SCRATCH_BYTES = 64 << 20
-"""More than caches keep, so that experts are read from memory as they are in decode."""
+SCRATCH_BYTES = 512 << 20
+"""More than caches keep (of servers some hundred MB), so that experts are read from memory as they are in decode."""
 
 
 class ScratchExperts:

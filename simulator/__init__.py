@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from foreload.simulator.bounds import Bounds, belady_loads
     from foreload.simulator.candidates import Candidate
-    from foreload.simulator.costs import CostModel, split_costs
+    from foreload.simulator.contended import split_costs
+    from foreload.simulator.costs import CostModel
     from foreload.simulator.engine_model import simulate
     from foreload.simulator.result import SimResult
     from foreload.simulator.solver import Outcome, Problem, Solution, solve
@@ -38,7 +39,7 @@ _HOME = {
     "load_requests": "workload",
     "simulate": "engine_model",
     "solve": "solver",
-    "split_costs": "costs",
+    "split_costs": "contended",
     "summarise": "validation",
 }
 

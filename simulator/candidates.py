@@ -109,6 +109,7 @@ class Space:
     expert_bytes: int = 1  # of the base's format
     room_bytes: int = 0  # for slots, persistent and staging
     losses: Mapping[str, float] = field(default_factory=dict)  # of formats that layers may be in, in per cent
+    smaller: str | None = None  # a format with the base's numbers in fewer bytes that may be used, too
     limits: Limits = NO_LIMITS
 
     @classmethod
@@ -189,7 +190,7 @@ class Space:
             yield fields
 
     def loss_pct(self, settings: Settings) -> float | None:
-        """What `settings` lose: 0 where they change no text of the base's, None where that is not known."""
+        """What `settings` lose: 0 where they change no number of the base's, None where that is not known."""
         layers, format = settings.speculated(self.shape), settings.expert_format
         wanted = (settings.predictor if layers else "none", layers, format)
         for change in self.changes:
@@ -198,7 +199,11 @@ class Space:
         if self.adds_up(settings):
             loss = sum(self.losses[name] for name in format or ()) / self.shape.n_moe_layers
             return loss if loss <= most_loss_pct(self.limits, self.shape.n_moe_layers) else None
-        return 0.0 if not layers and format == self.base.expert_format else None
+        return 0.0 if not layers and self.same_numbers(settings) else None
+
+    def same_numbers(self, settings: Settings) -> bool:
+        """Whether experts hold the base's numbers."""
+        return settings.expert_format in (self.base.expert_format, self.smaller)
 
     def adds_up(self, settings: Settings) -> bool:
         """Whether the loss of `settings` is assumed: every layer loses its share of what its format loses."""

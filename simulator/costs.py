@@ -14,11 +14,10 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from foreload.backend.policy import SplitCosts
 from foreload.errors import FileError, MismatchError
 from foreload.formats import FORMATS, PackedFormat, block_layout, layer_bytes, layer_formats
 from foreload.profiler.schema import HardwareProfile
-from foreload.settings import Settings, step_experts
+from foreload.settings import Settings
 from foreload.shape import ModelShape
 from foreload.simulator.lookup import GRAPH_WINDOW_BLOCKS, SLOPED, WINDOW_BLOCKS, Point, Source, interpolate, points_of
 from foreload.simulator.variation import shares
@@ -193,10 +192,14 @@ class CostModel:
     def _shifted(
         self, probe: str, at: int, found: tuple[int, int], fixed: Mapping[str, int]
     ) -> tuple[tuple[int, int], Source]:
-        """Host and GPU time in this format: what was found, and the difference of the two formats measured alone."""
+        """Host and GPU time in this format: what was found, and what the formats measured alone differ by. On the CPU
+        their ratio: what slows the reading of memory in a step does so byte by byte.
+        """
         formats = (self.own_format, self.format)
         tables = [self._table(_BY_FORMAT[probe], {**fixed, "format": FORMATS.index(format)}) for format in formats]
         own, this = (interpolate(table, at, False) for table in tables)
+        if probe == "experts_cpu":
+            return (max(1, found[0] * this[0] // max(1, own[0])), found[1]), worst(own[2], this[2])
         host = max(1, found[0] + this[0] - own[0])
         gpu = max(1, found[1] + this[1] - own[1]) if found[1] else 0
         return (host, gpu), worst(own[2], this[2])
@@ -245,6 +248,11 @@ class CostModel:
         self.used[probe] = worst("interpolated", self.used.get(probe, "measured"))
         return self._planes[key]
 
+    @cached_property
+    def repacked_ns(self) -> int:
+        """What the resident experts of a token take the GPU longer in a layer than in the profiled engine's format."""
+        return 0 if self.format == self.own_format else self._window_shift("experts_gpu", self.shape.top_k)[1]
+
     def experts_gpu(self, experts: int, tokens: int = 0) -> Cost:
         """`experts` resident experts: of a single token's step, or (`tokens` above 0) of a window's, with so many."""
         if tokens == 0 or experts == 0:
@@ -272,8 +280,17 @@ class CostModel:
         return self._copy_ns(most is None or self._slab_bytes <= most)
 
     def _copy_ns(self, pinned: bool) -> int:
-        best = max(m.at.get("pinned", 0) for m in self.profile.points("copy"))
-        return self.cost("copy", self.expert_bytes, pinned=best if pinned else 0).host_ns
+        """In another format that of the profiled engine, and what copies of both sizes, one at a time, differ by."""
+        own_bytes, this_bytes = self.profile.meta.expert_bytes, self.expert_bytes
+        fixed = {"pinned": max(m.at.get("pinned", 0) for m in self.profile.points("copy")) if pinned else 0}
+        table = self._table("copy", fixed)
+        alone = [point for point in table if point.at != own_bytes]
+        if this_bytes == own_bytes or len(alone) == len(table) or len(alone) < 2:
+            return self.cost("copy", this_bytes, **fixed).host_ns
+        own = self.cost("copy", own_bytes, **fixed).host_ns
+        (this_ns, _, found), (own_ns, _, of_own) = (interpolate(alone, size, True) for size in (this_bytes, own_bytes))
+        self.used["copy"] = worst(worst(found, of_own), self.used["copy"])
+        return max(1, own + this_ns - own_ns)
 
     def all_pinned(self) -> CostModel:
         """The model as if all experts could be pinned."""
@@ -438,53 +455,6 @@ class CostModel:
 
 def _rate(alone_ns: int, beside_ns: int) -> int:
     return SCALE if beside_ns <= alone_ns else max(1, SCALE * alone_ns // beside_ns)
-
-
-def split_costs(profile: HardwareProfile | CostModel, shape: ModelShape, settings: Settings) -> SplitCosts:
-    """What the brain decides by (design: section 5): contended costs of one layer-step, and how long the link is idle.
-
-    Copies and CPU experts beside each other, resident experts beside the CPU experts that are left; without CPU experts
-    all of them alone. Of layers in different formats their mean: one set decides for all. Raises MismatchError if
-    `settings.cpu_threads` was not measured.
-    """
-    costs = (profile if isinstance(profile, CostModel) else CostModel(profile, shape)).for_settings(settings)
-    models, of_layer = costs.kinds()
-    found = [_split_costs(model, settings) for model in models]
-    return found[0] if len(found) == 1 else _mean([found[kind] for kind in of_layer])
-
-
-def _mean(costs: Sequence[SplitCosts]) -> SplitCosts:
-    """Of each field, rounded down."""
-    return SplitCosts(*(sum(values) // len(costs) for values in zip(*costs, strict=True)))
-
-
-def _split_costs(costs: CostModel, settings: Settings) -> SplitCosts:
-    """The same where all layers are in one format."""
-    shape = costs.shape
-    k, threads = shape.top_k, settings.cpu_threads
-    most, gamma = step_experts(settings, shape), settings.draft.gamma
-    window = [n if gamma else 0 for n in range(most + 1)]  # tokens: one each
-    counts = range(1, most + 1)
-    io, gpu, cpu, token = costs.copy_ns, [costs.experts_gpu_ns(n, window[n]) for n in counts], [0] * most, 0
-    if settings.miss_action != "fetch":
-        io = io * SCALE // costs.copy_rate(threads)
-        gpu = [ns * SCALE // costs.both_rate(n, max(1, k - n), threads) for n, ns in enumerate(gpu, 1)]
-        cpu = [costs.experts_cpu_ns(n, threads, window[n]) * SCALE // costs.cpu_rate(n, threads) for n in counts]
-    if settings.miss_action != "fetch" and gamma:
-        more = costs.experts_cpu_ns(1, threads, 2) - costs.experts_cpu_ns(1, threads, 1)
-        token = max(0, more) * SCALE // costs.cpu_rate(1, threads)
-    dense = costs.between_ns(costs.middle_context, gamma + 1)
-    if gamma:
-        drafting = costs.draft(settings, gamma)
-        dense += max(drafting.host_ns, drafting.gpu_ns) // shape.n_moe_layers
-    return SplitCosts(
-        io_ns=io,
-        gpu_ns=np.array([0, *gpu], np.int64),
-        cpu_ns=np.array([0, *cpu], np.int64),
-        cpu_token_ns=token,
-        dense_ns=dense,
-        layer_ns=dense + costs.experts_gpu_ns(k, window[k]),
-    )
 
 
 def as_costs(profile: HardwareProfile | CostModel, shape: ModelShape) -> CostModel:

@@ -19,7 +19,8 @@ from foreload.settings import Settings
 from foreload.shape import ModelShape
 from foreload.simulator import graph_steps
 from foreload.simulator.clock import COLD, INTERRUPT, WAIT_CPU, WAIT_LINK, WAKE, HostClock
-from foreload.simulator.costs import Cost, CostModel, as_costs, split_costs
+from foreload.simulator.contended import split_costs
+from foreload.simulator.costs import Cost, CostModel, as_costs
 from foreload.simulator.devices import Device, GpuDevice, GraphDevice, HostDevice
 from foreload.simulator.graph_costs import DeviceTimes, GraphCosts
 from foreload.simulator.oracle import Oracle

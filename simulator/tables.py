@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from foreload.settings import Settings
 from foreload.shape import ModelShape
-from foreload.simulator.costs import SCALE, CostModel, split_costs
+from foreload.simulator.contended import split_costs
+from foreload.simulator.costs import SCALE, CostModel
 from foreload.simulator.replay import Outcomes, replay
 from foreload.simulator.workload import Request
 

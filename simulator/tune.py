@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from foreload.budget import fixed_bytes, predictor_bytes, slot_budget
 from foreload.errors import BudgetError, MismatchError, UsageError
-from foreload.formats import ExpertFormat, layer_bytes, layer_formats
+from foreload.formats import SMALLER, ExpertFormat, block_layout, layer_bytes, layer_formats
 from foreload.profiler.schema import HardwareProfile
 from foreload.quality import QualityReport
 from foreload.settings import Settings, check_slots
@@ -54,6 +54,7 @@ class TuneOptions(TypedDict, total=False):
     link_ns: int | None  # time per token that copies may keep the link busy
     quality: QualityReport | None  # measured losses of settings that change the text
     format_loss_pct: Mapping[str, float] | None  # losses of expert formats, as given
+    repack: bool  # whether experts may be held in fewer bytes that lose nothing: a running engine must load them anew
     max_quality_loss_pct: float | None  # what may be lost; without it nothing that changes the text competes
     warm: NDArray[np.int64] | None  # [MoE layers, experts] uses in a recording that every run starts from
     replayed: bool  # whether the engine will replay recorded routing, as benchmarks do, which takes graphs some time
@@ -138,7 +139,9 @@ def prepare(
         context = Context.of(recorded, profile, shape, dtype, warm, replayed)
         pool = stack.enter_context(Pool(context, *workers, journal, asked.get("progress")))
         parts = (fit, select, held)
-        space = replace(space, room_bytes=room_bytes, limits=limits, losses=_by_layer(lossy, costs, start))
+        smaller = _smaller(costs, start) if asked.get("repack") else None
+        losses = _by_layer(lossy, costs, start)
+        space = replace(space, room_bytes=room_bytes, limits=limits, losses=losses, smaller=smaller)
         yield Tuning(pool, space, costs, parts, asked.get("robust", "mean"))
 
 
@@ -182,6 +185,14 @@ def _by_layer(lossy: Sequence[Change], costs: CostModel, base: Settings) -> dict
         if isinstance(name, str) and not change.layers and usable(change, costs, base, ()):
             found.setdefault(name, change.loss_pct)
     return found if len(found) > 1 else {}
+
+
+def _smaller(costs: CostModel, base: Settings) -> str | None:
+    """The format that holds what the experts of `base` are in fewer bytes, if the profile measured it."""
+    name = SMALLER.get(costs.formats[0]) if len(set(costs.formats)) == 1 else None
+    if name is None or block_layout(name, costs.shape).bytes >= costs.expert_bytes:  # short rows have long heads
+        return None
+    return name if usable(Change("none", (), name, 0.0), costs, base, ()) else None
 
 
 def _held(expert_format: str | tuple[str, ...] | None, costs: CostModel, ram_bytes: int | None) -> bool:
@@ -298,7 +309,7 @@ class Tuning:
         )
 
     def _changes_text(self, settings: Settings) -> bool:
-        return bool(settings.speculate_layers) or settings.expert_format != self.space.base.expert_format
+        return bool(settings.speculate_layers) or not self.space.same_numbers(settings)
 
     def _proven(self, found: Found, steps: int | None) -> Plan | None:
         """The cheapest plan of the programs again, to the optimum, with the linear program's bound beside it."""

@@ -135,7 +135,7 @@ class Loop:
 
     def _costs(self) -> CostsFor:
         from foreload.backend.models.checkpoint import Checkpoint
-        from foreload.simulator.costs import split_costs
+        from foreload.simulator.contended import split_costs
 
         shape = Checkpoint.open(MODEL).shape
 

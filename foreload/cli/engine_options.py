@@ -164,7 +164,7 @@ def with_draft(settings: Settings, kind: DraftKind | None, gamma: int | None, mo
 def _costs_by(path: Path, shape: ModelShape, options: EngineOptions, assumed: bool, output: Output) -> CostsFor:
     """What the brain decides by, from a profile of this machine or, if `assumed`, of whichever it is."""
     from foreload.profiler.schema import HardwareProfile
-    from foreload.simulator.costs import split_costs
+    from foreload.simulator.contended import split_costs
 
     measured = HardwareProfile.load(path)
     measured.check_model(shape, options.resolved_dtype)

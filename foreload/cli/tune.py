@@ -89,6 +89,13 @@ def tune(
         float | None,
         typer.Option("--max-quality-loss", metavar="PERCENT", help="With either: rise in perplexity to accept."),
     ] = None,
+    repack: Annotated[
+        bool,
+        typer.Option(
+            "--repack/--no-repack",
+            help="Experts may be held in fewer bytes that lose nothing (bf12); a running engine must load them anew.",
+        ),
+    ] = True,
     seed: Annotated[
         int | None,
         typer.Option("--seed", min=0, help="Draw which requests plan, choose and report. Default: in their order."),
@@ -146,7 +153,7 @@ def tune(
         "ram_bytes": None if ram is None else parse_bytes(ram, "--ram"),
         "link_ns": _link_ns(link_time),
         "quality": None if quality is None else QualityReport.load(quality),
-        "format_loss_pct": losses, "max_quality_loss_pct": max_quality_loss,
+        "format_loss_pct": losses, "max_quality_loss_pct": max_quality_loss, "repack": repack,
         "warm": inputs.warm_counts(warm), "draft_bytes": _draft_bytes(inputs, base, longest),
         "robust": robust, "seed": seed, "jobs": jobs, "backend": backend, "address": address, "resume": resume,
     }  # fmt: skip

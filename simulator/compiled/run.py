@@ -19,7 +19,8 @@ from foreload.simulator.compiled.host import Steps
 from foreload.simulator.compiled.machine import FAILED, HOST, KINDS, PHASE, RESTED_SINCE, ROW, Machine, new_machine
 from foreload.simulator.compiled.tables import blocks, pairs, rates, used
 from foreload.simulator.compiled.tables import graphs as graph_tables
-from foreload.simulator.costs import CostModel, as_costs, split_costs
+from foreload.simulator.contended import split_costs
+from foreload.simulator.costs import CostModel, as_costs
 from foreload.simulator.graph_costs import GraphCosts
 from foreload.simulator.result import SimResult, owned, shared_ns, token_parts
 from foreload.simulator.workload import Request, load_requests

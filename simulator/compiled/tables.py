@@ -14,7 +14,8 @@ from foreload.simulator.compiled.graphs import Graphs
 from foreload.simulator.compiled.host import Blocks
 from foreload.simulator.compiled.machine import SEEN_BOTH, SEEN_CPU, SEEN_CPU_RATE, SEEN_GPU, Machine
 from foreload.simulator.compiled.rates import Rates
-from foreload.simulator.costs import SCALE, Cost, CostModel, split_costs
+from foreload.simulator.contended import split_costs
+from foreload.simulator.costs import SCALE, Cost, CostModel
 from foreload.simulator.graph_costs import DeviceTimes, GraphCosts
 from foreload.simulator.workload import Request
 

@@ -59,6 +59,9 @@ def _prefetch_changes(space: Space, settings: Settings) -> Iterator[tuple[str, d
                 for width in widths:
                     fields = {**looked(look), "prefetch_depth": depth, "prefetch_width": width}
                     yield f"{look[0]}, depth {depth}, width {width}", fields
+    if space.smaller is not None and space.same_numbers(settings):
+        other = space.base.expert_format if format == space.smaller else space.smaller
+        yield f"expert_format {said_format(other) if other else 'as stored'}", {"expert_format": other}
     for option in space.prefetches():
         if option.get("expert_format") != format and not option["speculate_layers"] and "expert_format" in option:
             name = option["expert_format"]

@@ -83,6 +83,7 @@ class Search:
         self._try(found, [*first, *fixed[1:], *_short_list(found.plans)], {c.settings for c in first})
         self._try(found, self._best_plans(found))
         self._try(found, self._mixed_plans(found))
+        self._try(found, self._smaller_plans(found))
         expanded: set[Settings] = set()
         for _ in range(ROUNDS):
             starts = [c for c in found.ranked()[:EXPANDED] if c.settings not in expanded]
@@ -132,20 +133,32 @@ class Search:
 
     def _best_plans(self, found: Found) -> list[Candidate]:
         """More than one plan of what was simulated best and of what is planned best, on all requests that plan."""
-        best = [c.settings for c in found.ranked() if c.settings.pool == "layer" and c.settings.draft.kind == "none"]
-        chosen = dict.fromkeys(
-            settings.changed(slots_per_layer=None)
-            for settings in (*best[:PLANNED_WHOLE], *(plan.settings for plan in found.plans[:PLANNED_WHOLE]))
-        )
-        like = PlanJob((), self._fit, self.whole_steps, self._robust, PLANS_EACH, PLANS_APART, limits=self._link)
-        plans = self._planned(list(chosen), like, "plan on all")
-        return [_candidate(plan) for plan in plans]
+        best = [*self._plannable(found)[:PLANNED_WHOLE], *(plan.settings for plan in found.plans[:PLANNED_WHOLE])]
+        return self._planned_whole(best, PLANS_EACH, "plan on all")
+
+    def _smaller_plans(self, found: Found) -> list[Candidate]:
+        """Plans of the best with experts that hold the same numbers in fewer bytes, where there is such a format."""
+        if self.space.smaller is None:
+            return []
+        best = [s for s in self._plannable(found) if not s.speculate_layers and self.space.same_numbers(s)]
+        packed = [settings.changed(expert_format=self.space.smaller) for settings in best[:PLANNED_WHOLE]]
+        return self._planned_whole(packed, 1, "plan in fewer bytes")
+
+    def _planned_whole(self, chosen: Sequence[Settings], each: int, what: str) -> list[Candidate]:
+        """So many plans of each, whatever their slots, on all requests that plan."""
+        like = PlanJob((), self._fit, self.whole_steps, self._robust, each, PLANS_APART, limits=self._link)
+        kinds = dict.fromkeys(settings.changed(slots_per_layer=None) for settings in chosen)
+        return [_candidate(plan) for plan in self._planned(list(kinds), like, what)]
+
+    def _plannable(self, found: Found) -> list[Settings]:
+        """What was simulated and programs plan slots of, the best first."""
+        return [c.settings for c in found.ranked() if c.settings.pool == "layer" and c.settings.draft.kind == "none"]
 
     def _mixed_plans(self, found: Found) -> list[Candidate]:
         """Plans that choose a format for each layer, too, of the kinds that were simulated best in one format."""
         base = self.space.base.expert_format
-        best = [c.settings for c in found.ranked() if c.settings.pool == "layer" and c.settings.draft.kind == "none"]
-        kinds = [s.changed(slots_per_layer=None, expert_format=base) for s in best if not s.speculate_layers]
+        best = [s for s in self._plannable(found) if not s.speculate_layers]
+        kinds = [settings.changed(slots_per_layer=None, expert_format=base) for settings in best]
         jobs = []
         for kind in list(dict.fromkeys(kinds))[:MIXED_KINDS]:
             for formats in self.space.mixes():

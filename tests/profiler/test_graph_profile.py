@@ -22,7 +22,7 @@ from foreload.backend.policy.state import DECODE, KEPT
 from foreload.backend.predict import PREDICTORS
 from foreload.profiler import graph_windows, probes
 from foreload.profiler.graph_bench import Asked, GraphBench, LayerTimes, StepTimes, demand_at
-from foreload.profiler.graph_cpu import followed_us
+from foreload.profiler.graph_cpu import asked_for, followed_us
 from foreload.profiler.graph_probes import Basis
 from foreload.profiler.probes import QUICK, thread_counts
 from foreload.profiler.run import bench_settings, profile
@@ -175,6 +175,15 @@ def test_places_are_those_of_the_first_ranks() -> None:
     assert found.experts.tolist() == [2, 5, 7]
     assert found.counts.tolist() == [2, 1, 1]
     assert found.places.tolist() == [1, 4, 0, 5]
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(("layers", "most"), [(2, 8), (48, 8), (3, 2)])
+def test_cpu_experts_are_asked_for_in_every_number_and_in_the_largest_without_a_rest(layers: int, most: int) -> None:
+    turns = [asked_for(layers, most, turn) for turn in range(4 * most)]
+    assert [set(counts) for counts in turns[3::4]] == [{most}] * most
+    mixed = [counts for turn, counts in enumerate(turns) if turn % 4 != 3]
+    assert {n for counts in mixed for n in counts} == set(range(1, most + 1))
 
 
 @pytest.mark.unit

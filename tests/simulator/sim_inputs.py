@@ -15,19 +15,19 @@ from foreload.traces.schema import DECODE, DRAFT_VERIFY, PREFILL, PredictionColu
 THREADS = (1, 2)
 
 
-def make_shape(layers: int = 4, experts: int = 8, top_k: int = 2) -> ModelShape:
+def make_shape(layers: int = 4, experts: int = 8, top_k: int = 2, hidden: int = 64, width: int = 32) -> ModelShape:
     return ModelShape(
         family="test",
         layers=layers,
         moe_layers=tuple(range(layers)),
-        hidden=64,
+        hidden=hidden,
         heads=4,
         kv_heads=2,
         head_dim=16,
         vocab=256,
         experts=experts,
         top_k=top_k,
-        expert_width=32,
+        expert_width=width,
         scoring="softmax_topk",
         normalise_weights=True,
         rope_theta=1e4,
@@ -151,7 +151,7 @@ def in_formats(profile: HardwareProfile, *formats: tuple[PackedFormat, float, fl
             cpu = [("cpu_format", cpu_us, {"threads": count}) for count in threads]
             for probe, us, at in (("gpu_format", gpu_us, {}), *cpu):
                 where = {"experts": n, "format": FORMATS.index(name), **at}
-                found.append(Measurement(probe=probe, at=where, p50_us=n * us, p95_us=n * us, gpu_us=n, repeats=9))
+                found.append(Measurement(probe=probe, at=where, p50_us=n * us, p95_us=n * us, gpu_us=n * us, repeats=9))
     return HardwareProfile(meta=profile.meta, measurements=(*profile.measurements, *found))
 
 

@@ -9,7 +9,8 @@ from foreload.formats import block_layout
 from foreload.profiler.schema import HardwareProfile
 from foreload.settings import Settings
 from foreload.simulator.compiled import simulate
-from foreload.simulator.costs import SCALE, CostModel, as_costs, split_costs, worst
+from foreload.simulator.contended import split_costs
+from foreload.simulator.costs import SCALE, CostModel, as_costs, worst
 from foreload.simulator.machines import assume
 
 SHAPE = make_shape()
@@ -140,15 +141,37 @@ def test_another_format_shifts_experts_and_scales_copies() -> None:
     assert int8.expert_bytes == block_layout("int8", SHAPE).bytes < own.expert_bytes
     assert int8.for_settings(Settings(expert_format=("int8",) * 4)) is int8
     assert (int8.experts_gpu_ns(0), int8.experts_gpu_ns(2)) == (0, gpu + 10_000)
-    assert (int8.experts_cpu_ns(0, 1), int8.experts_cpu_ns(2, 1)) == (0, cpu - 60_000)
+    assert (int8.experts_cpu_ns(0, 1), int8.experts_cpu_ns(2, 1)) == (0, cpu * 20 // 50)
     assert int8.copy_ns < own.copy_ns
     assert int8.copy_rate(1) == own.copy_rate(1)
     assert int8.cpu_rate(2, 1) == own.cpu_rate(2, 1)
     assert int8.both_rate(1, 1, 1) == own.both_rate(1, 1, 1)
-    assert own.for_settings(Settings(expert_format="bf16")).experts_cpu_ns(2, 1) == cpu - 90_000
-    assert int8.fresh().experts_cpu_ns(2, 1) == cpu - 60_000
+    assert own.for_settings(Settings(expert_format="bf16")).experts_cpu_ns(2, 1) == cpu * 5 // 50
+    assert int8.fresh().experts_cpu_ns(2, 1) == cpu * 20 // 50
     split = split_costs(profile, SHAPE, Settings(expert_format="int8", miss_action="split"))
     assert split.io_ns == int8.copy_ns * SCALE // int8.copy_rate(1)
+
+
+@pytest.mark.unit
+def test_copies_of_another_format_follow_copies_of_its_size() -> None:
+    """Those of the engine run behind each other; single ones of other sizes say how much less a smaller one takes."""
+    profile = in_formats(make_profile(SHAPE), ("fp32", 10.0, 50.0), ("int8", 15.0, 20.0))
+    own = CostModel(profile, SHAPE)
+    size = own.expert_bytes
+    (mine,) = (m for m in profile.measurements if m.probe == "copy" and m.at["bytes"] == size)
+    others = tuple(m for m in profile.measurements if m.probe != "copy")
+    us = mine.p50_us
+    single = [(size // 8, 30.0), (size // 2, 30.0 + 0.3 * us), (2 * size, 30.0 + 1.5 * us)]
+    copies = (mine, *(mine.model_copy(update={"at": {**mine.at, "bytes": b}, "p50_us": us}) for b, us in single))
+    several = CostModel(profile.model_copy(update={"measurements": (*others, *copies)}), SHAPE)
+    assert several.copy_ns == own.copy_ns
+    int8 = several.for_settings(Settings(expert_format="int8"))
+    slope = (single[1][1] - single[0][1]) / (single[1][0] - single[0][0])
+    here = 30.0 + slope * (int8.expert_bytes - size // 8)
+    whole = single[1][1] + (single[2][1] - single[1][1]) / 3  # a third of the way from a half to twice the size
+    assert int8.copy_ns == pytest.approx(own.copy_ns + 1e3 * (here - whole), rel=0.01)
+    assert int8.used["copy"] == "interpolated"
+    assert int8.copy_rate(1) == several.copy_rate(1)
 
 
 @pytest.mark.unit

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from sim_inputs import make_graph_profile, make_shape, make_trace, make_windows, manual_trace
+from sim_inputs import in_formats, make_graph_profile, make_shape, make_trace, make_windows, manual_trace
 
 from foreload.backend.policy import Counter
 from foreload.errors import FileError
@@ -15,7 +15,8 @@ from foreload.profiler.schema import HardwareProfile
 from foreload.settings import Draft, Settings, slot_counts
 from foreload.simulator import compiled, engine_model
 from foreload.simulator.bounds import bounds
-from foreload.simulator.costs import CostModel, split_costs
+from foreload.simulator.contended import split_costs
+from foreload.simulator.costs import CostModel
 from foreload.simulator.tune import tune
 from foreload.simulator.workload import load_requests
 from foreload.traces.schema import PREFILL
@@ -109,6 +110,19 @@ def test_all_resident_is_one_launch(run):
         base = 2 * (50 + 5 * 2) + 20 + 2 * us
         assert (found.token_ns / 1e3).round().tolist() == pytest.approx([base, base, base], abs=1)
         assert set(found.time_ns) == {"head"}
+
+
+@BOTH
+@pytest.mark.unit
+def test_all_resident_in_another_format_takes_what_its_experts_take_longer(run):
+    warm, capacity = np.ones((2, TWO.experts), np.int64), (TWO.experts,) * 2
+    trace = make_trace(TWO, requests=1, prompt=0, tokens=3)
+    costs = CostModel(in_formats(make_graph_profile(TWO), ("fp32", 4.0, 9.0), ("fp8", 7.0, 9.0)), TWO)
+    own, fp8 = (
+        run(trace, costs.for_settings(chosen), TWO, chosen, capacity, warm=warm)
+        for chosen in (Settings(), Settings(expert_format="fp8"))
+    )
+    assert fp8.token_ns - own.token_ns == pytest.approx(2 * 2 * 3_000)  # 2 experts in 2 layers, 3 us each
 
 
 @BOTH

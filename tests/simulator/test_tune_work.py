@@ -13,8 +13,10 @@ import pytest
 from sim_inputs import in_formats, make_graph_profile, make_profile, make_shape, make_trace
 
 from foreload.errors import BudgetError, FileError, MismatchError, UsageError
+from foreload.formats import PackedFormat
 from foreload.profiler.schema import HardwareProfile
 from foreload.settings import Settings
+from foreload.shape import ModelShape
 from foreload.simulator.candidates import Change, Space
 from foreload.simulator.compiled import simulate
 from foreload.simulator.costs import CostModel
@@ -234,6 +236,45 @@ def test_a_format_competes_within_its_loss(trace: Trace, profile: HardwareProfil
     assert not tight.changes_text
     with pytest.raises(UsageError, match="go together: give both or none"):
         tune(trace, both, SHAPE, "float32", **asked)
+
+
+def test_the_same_numbers_in_fewer_bytes_compete_where_experts_may_be_packed_anew() -> None:
+    """bf12 holds what bf16 holds; of rows this long it takes four fifths of the bytes."""
+    shape = make_shape(layers=2, experts=6, top_k=2, hidden=512, width=512)
+    trace = make_trace(shape, requests=4, prompt=3, tokens=8, seed=3, depths=1)
+    measured = in_formats(make_profile(shape), ("fp32", 16.0, 24.0), ("bf16", 14.4, 21.6), ("bf12", 14.4, 16.2))
+    asked: dict[str, Any] = {"slots": SLOTS, "base": Settings(expert_format="bf16")}
+    kept = tune(trace, measured, shape, "float32", **asked)
+    assert {c.settings.expert_format for c in kept.candidates} == {"bf16"}
+    found = tune(trace, measured, shape, "float32", repack=True, **asked)
+    assert {c.settings.expert_format for c in found.candidates} == {"bf16", "bf12"}
+    assert found.best.settings.expert_format == "bf12"
+    assert found.best.tpot_ns < kept.best.tpot_ns
+    assert sum(found.best.settings.slots_per_layer) > sum(kept.best.settings.slots_per_layer)
+    assert not found.changes_text
+    assert found.quality_loss_pct == 0.0
+    with prepare(trace, measured, shape, "float32", repack=True, **asked) as tuning:
+        changed = dict(neighbours(tuning.space, kept.best.settings))
+        back = dict(neighbours(tuning.space, found.best.settings))
+    assert changed["expert_format bf12"].expert_format == "bf12"
+    assert back["expert_format bf16"].expert_format == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("shape", "formats", "base"),
+    [
+        (make_shape(hidden=512, width=512), ("fp32", "bf16", "bf12"), Settings()),  # no format holds fp32's in fewer
+        (make_shape(hidden=512, width=512), ("fp32", "bf16"), Settings(expert_format="bf16")),  # not measured
+        (make_shape(hidden=32, width=32), ("fp32", "bf16", "bf12"), Settings(expert_format="bf16")),  # larger
+    ],
+)
+def test_nothing_is_packed_anew_without_a_format_that_is_smaller(
+    shape: ModelShape, formats: tuple[PackedFormat, ...], base: Settings
+) -> None:
+    measured = in_formats(make_profile(shape), *((name, 10.0, 10.0) for name in formats))
+    trace = make_trace(shape, requests=1, prompt=2, tokens=3)
+    with prepare(trace, measured, shape, "float32", slots=12, base=base, repack=True) as tuning:
+        assert tuning.space.smaller is None
 
 
 def test_host_memory_holds_the_experts(trace: Trace, profile: HardwareProfile) -> None:
