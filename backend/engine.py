@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from foreload.backend.applied import Applied, Watch
 from foreload.backend.experts.blocks import BlockCodec
 from foreload.backend.experts.check import check_placement
-from foreload.backend.experts.cpu import make_cpu_experts
+from foreload.backend.experts.cpu import check_read_ahead, make_cpu_experts
 from foreload.backend.experts.link import CudaLink, HostLink, Link
 from foreload.backend.experts.pool import SlotPool
 from foreload.backend.experts.slab import HostSlab
@@ -80,6 +80,7 @@ class Engine:
             limit = checkpoint.shape.max_positions
             raise UsageError(f"context_tokens {options.context_tokens} exceeds the model's {limit} positions")
         Drafts.check(settings, options.context_tokens)
+        check_read_ahead(settings)
         named = settings.draft.model_name
         draft = None if named is None else open_draft(named, checkpoint, options.context_tokens)
         self.checkpoint, self.options, self.shape = checkpoint, options, checkpoint.shape
@@ -212,6 +213,7 @@ class Engine:
         settings then stay in force.
         """
         Drafts.check(settings, self.options.context_tokens)
+        check_read_ahead(settings)
         self._check_format(settings)
         self.drafts.check_loaded(settings)
         watch = Watch(self)

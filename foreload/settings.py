@@ -16,6 +16,7 @@ from foreload.shape import ModelShape
 from foreload.units import format_bytes
 
 MAX_PREFETCH_DEPTH = 4
+MAX_CPU_AHEAD = 4
 MAX_GAMMA = 16
 MAX_HALF_LIFE = 4096
 
@@ -116,6 +117,7 @@ class Settings(BaseModel):
     objective: Objective = "makespan"
     utility: Utility = Utility()
     cpu_threads: Annotated[int, Field(ge=1, le=256)] = 1
+    cpu_ahead: Annotated[int, Field(ge=0, le=MAX_CPU_AHEAD)] = 0  # predicted experts that idle CPU workers read
     draft: Draft = Draft()
     expert_format: ExpertFormat | tuple[ExpertFormat, ...] | None = None
     prefill_chunk_tokens: Annotated[int, Field(ge=1)] = 4096  # each chunk copies nearly all experts that are not there
@@ -127,6 +129,11 @@ class Settings(BaseModel):
             raise ValueError("slots_per_layer and cache_ratio exclude each other: give one of them")
         self._check_predictor()
         self._check_speculation()
+        if self.cpu_ahead and (self.miss_action == "fetch" or not self.prefetch_depth):
+            raise ValueError(
+                f"cpu_ahead {self.cpu_ahead} needs predictions (prefetch_depth) and miss_action 'cpu' or 'split': "
+                f"they are {self.prefetch_depth} and {self.miss_action!r}"
+            )
         if self.objective != "makespan" and self.split_rule not in ("makespan", "tau"):
             raise ValueError(
                 f"objective {self.objective!r} goes with split_rule 'makespan' or 'tau': "

@@ -123,7 +123,8 @@ class Issuer:
         self._link = library.fc_open(ctypes.addressof(self._functions), device, spins, threaded)
         if not self._link:
             raise InternalError("CUDA gave no stream for copies")
-        called = {name: getattr(library, f"fc_{name}") for name in CALLED} | {"submit": library.fl_submit}
+        called = {name: getattr(library, f"fc_{name}") for name in CALLED}
+        called |= {"submit": library.fl_submit, "ahead": library.fl_ahead}
         self._addresses = {name: ctypes.cast(call, ctypes.c_void_p).value or 0 for name, call in called.items()}
         self._kept: tuple[Any, ...] = ()  # what the library points to
         self._delays: Any = None

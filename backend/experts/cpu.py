@@ -13,8 +13,9 @@ from torch import Tensor
 
 from foreload.backend.experts.blocks import ExpertViews
 from foreload.backend.native import chosen_isa, load
-from foreload.errors import InternalError
+from foreload.errors import InternalError, UsageError
 from foreload.formats import BlockLayout
+from foreload.settings import Settings
 from foreload.shape import ModelShape
 
 CpuSpan = tuple[int, int, int, int]
@@ -59,6 +60,10 @@ class CpuExperts(ABC):
         Returns the outputs [all rows, hidden], one expert's after the other's, filled when `join` returns.
         """
 
+    def read_ahead(self, layer: int, experts: Sequence[int]) -> None:
+        """Bring experts that are likely needed next into the workers' caches, as long as these are idle."""
+        raise InternalError("these workers do not read ahead")
+
     @abstractmethod
     def done(self) -> bool:
         """Whether nothing is running, without waiting."""
@@ -76,6 +81,12 @@ class CpuExperts(ABC):
     def close(self) -> None:
         """Stop the workers."""
         self.resize(0)
+
+
+def check_read_ahead(settings: Settings) -> None:
+    """UsageError if workers cannot read ahead as `settings` ask."""
+    if settings.cpu_ahead and chosen_isa() is None:
+        raise UsageError(f"cpu_ahead {settings.cpu_ahead}: workers of torch do not read ahead, those of the library do")
 
 
 def make_cpu_experts(slab: ExpertBlocks, threads: int) -> CpuExperts:

@@ -74,6 +74,11 @@ class NativeExperts(CpuExperts):
         self._open.append((ticket, layer, len(experts), out))
         return out
 
+    def read_ahead(self, layer: int, experts: Sequence[int]) -> None:
+        """See `CpuExperts`."""
+        if self._pool is not None:
+            self._pool.read_ahead(self._layouts[layer], self.addresses[layer, list(experts)])
+
     def done(self) -> bool:
         """Whether nothing is running, without waiting."""
         return self._pool is None or all(self._pool.done(ticket) for ticket, *_ in self._open)

@@ -79,6 +79,11 @@ class NativePool:
             raise InternalError("the native library refused a plan of CPU experts")
         return ticket
 
+    def read_ahead(self, layout: CLayout, blocks: NDArray[np.int64]) -> None:
+        """What idle workers bring into their caches, addresses, likeliest first; `layout` must stay."""
+        if self._library.fl_ahead(self._pool, ctypes.addressof(layout), blocks.ctypes.data, len(blocks)):
+            raise InternalError(f"the native library does not read {len(blocks)} experts ahead")
+
     def done(self, ticket: int) -> bool:
         """Whether the results are there."""
         return bool(self._library.fl_done(self._pool, ticket))

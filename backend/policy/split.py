@@ -1,6 +1,7 @@
 """How many of a layer-step's absent experts are fetched, the rest computed on the CPU (design: section 5, Split).
 
-Absent experts are ordered by (tokens descending, s descending, id); a rule that counts fetches the first n of them.
+Absent experts are ordered by (tokens descending, s descending, id), those the CPU has read ahead last; a rule that
+counts fetches the first n of them.
 All copies cost the same, so no other subset of n is better. `tau` fetches those with s >= tau.
 """
 
@@ -20,7 +21,7 @@ from foreload.backend.policy.rules import (
     TAU_AUTO,
     Rules,
 )
-from foreload.backend.policy.state import PolicyState
+from foreload.backend.policy.state import N_READ, PolicyState
 from foreload.compiled import inlined, uncounted
 
 
@@ -162,15 +163,28 @@ def fetch_level(
 
 
 @inlined
+def is_read(state: PolicyState, layer: int, expert: int) -> bool:
+    """Whether the CPU reads an expert ahead."""
+    found = False
+    for i in range(state.scalars[N_READ]):
+        found = found or state.read[i] == layer * state.status.shape[1] + expert
+    return bool(found)
+
+
+@inlined
 def in_order(
     state: PolicyState, layer: int, experts: NDArray[np.int32], counts: NDArray[np.int32], missing: NDArray[np.int32]
 ) -> None:
-    """Sort indices of absent experts in place by (tokens descending, s descending, id ascending)."""
+    """Sort indices of absent experts in place by (tokens descending, s descending, id ascending), those that the CPU
+    has read ahead behind the others.
+    """
     for at in range(1, len(missing)):
         i, to = missing[at], at
         while to > 0:
             j = missing[to - 1]
-            first = counts[j] - counts[i]
+            first = is_read(state, layer, experts[i]) - is_read(state, layer, experts[j])
+            if first == 0:
+                first = counts[j] - counts[i]
             if first == 0:
                 first = state.score[layer, experts[j]] - state.score[layer, experts[i]]
             if first > 0 or (first == 0 and experts[j] < experts[i]):

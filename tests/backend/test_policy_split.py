@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policy_driver import LAYERS, SHAPE, Driver, make_shape
+from policy_driver import COSTS, LAYERS, SHAPE, Driver, make_shape
 
 from foreload.backend.policy import Action, Brain, Counter, SplitCosts
 from foreload.backend.policy.rules import Rules, rules_of
 from foreload.backend.policy.split import Load, fetch_count, fetch_level, link_backlog_ns
-from foreload.backend.policy.state import DECODE
+from foreload.backend.policy.state import ABSENT, DECODE, QUEUED
 from foreload.settings import Settings
 
 MOST = 8
@@ -168,6 +168,41 @@ def test_a_busy_link_sends_more_to_the_cpu() -> None:
     driver.issue()
     assert driver.begin(1, [0, 1]) == [Action.CPU, Action.CPU]
     assert driver.brain.counters[DECODE, :, Counter.ON_CPU].tolist() == [1, 2, 0]
+
+
+@pytest.mark.unit
+def test_the_last_predicted_are_the_cpus() -> None:
+    """The link copies the first, the CPU reads the last while it is idle, and is given them if they are demanded."""
+    shape, table = make_shape(top_k=4), np.arange(5, dtype=np.int64)
+    chosen = Settings(miss_action="split", predictor="gate", prefetch_depth=2, cpu_ahead=2)
+    brain = Brain(shape, chosen, (0,) * LAYERS, SplitCosts(100, table, 100 * table))
+    brain.begin(0, int32([0]), int32([1]))
+    brain.prefetch(1, int32([5, 1, 3]))
+    assert brain.read() == [1, 3]
+    assert brain.state.status[1].tolist() == [ABSENT] * 5 + [QUEUED] + [ABSENT] * (shape.experts - 6)
+    brain.prefetch(2, int32([4, 6]))  # not the next one: the link's
+    assert brain.read() == [1, 3]
+    brain.quiesce()
+    actions = brain.begin(1, int32([1, 2, 3, 7]), int32([1, 1, 1, 1])).tolist()
+    assert actions == [Action.CPU, Action.FETCH, Action.CPU, Action.FETCH]
+    brain.finish(1)
+    brain.prefetch(2, int32([4]))  # the first is never the CPU's
+    assert brain.read() == []
+
+
+@pytest.mark.unit
+def test_what_the_cpu_reads_is_not_copied_any_more() -> None:
+    shape = make_shape(top_k=4)
+    chosen = Settings(miss_action="cpu", predictor="gate", prefetch_depth=2, cpu_ahead=1)
+    brain = Brain(shape, chosen, (0,) * LAYERS, COSTS)
+    brain.begin(0, int32([0]), int32([1]))
+    brain.prefetch(2, int32([3, 4, 5]))
+    brain.finish(0)
+    brain.begin(1, int32([0]), int32([1]))
+    brain.prefetch(2, int32([4, 3, 5]))
+    assert brain.read() == [5]
+    assert (brain.state.status[2, 3:6] == [QUEUED, QUEUED, ABSENT]).all()
+    brain.check_integrity()
 
 
 @pytest.mark.unit

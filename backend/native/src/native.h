@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 #define FL_API __attribute__((visibility("default")))
-#define FL_ABI 4
+#define FL_ABI 5
 
 enum { FL_FP32, FL_BF16, FL_INT8, FL_FP8, FL_MXFP4, FL_FP8_TILE, FL_BF12, FL_FORMATS };
 enum { FL_SCALAR, FL_AVX2, FL_AVX512, FL_AVX512_BF16, FL_AVX512_VNNI, FL_AVX512_ALL, FL_ISAS };
@@ -32,6 +32,7 @@ enum { FL_X_F32, FL_X_MX, FL_X_MX_BF16, FL_X_I16 };
 #define FL_TOKENS 16 /* most tokens in one call of a kernel */
 #define FL_PAD 64    /* elements to whose multiple inputs are padded */
 #define FL_BLOCK 64  /* elements that share a scale in X_I16 */
+#define FL_MOST_AHEAD 4 /* experts that are read ahead at a time */
 
 /* out[r][t] = sum over k of w[r][k] x[t][k]; scale[r]: the e8m0 bytes of row r (mxfp4 alone). Row scales come later.
  * `jump`: from the end of a row to where the row that is read after it begins. */
@@ -103,6 +104,9 @@ FL_API void fl_pool_free(fl_pool *pool); /* finishes what was submitted */
 FL_API int fl_pool_place(fl_pool *pool, const int32_t *cpus, int n);
 /* A ticket from 0; -1 for a plan that is not valid, -2 without memory. */
 FL_API int64_t fl_submit(fl_pool *pool, const fl_layout *layout, const fl_work *work);
+/* Experts that a later job will likely have, likeliest first: idle workers bring their rows into their caches, and the job
+ * begins with them. `layout` must stay as long as the pool; 0, or -1 for more than FL_MOST_AHEAD. */
+FL_API int64_t fl_ahead(fl_pool *pool, const fl_layout *layout, const void *const *blocks, int64_t experts);
 FL_API int fl_done(fl_pool *pool, int64_t ticket);
 /* Waits; span: CLOCK_MONOTONIC nanoseconds when the first worker began and the last ended. */
 FL_API void fl_wait(fl_pool *pool, int64_t ticket, int64_t span[2]);

@@ -1,5 +1,6 @@
-/* Worker threads that take jobs in order. Each job is cut into as many contiguous ranges as there are workers; who has
- * finished its own range takes from the others', so a worker the system holds up holds up nobody. */
+/* Worker threads that take jobs in order. Each worker has the same share of every expert's rows, whatever the job, so that
+ * it can read ahead what it will compute; who has finished its own units takes from the others', so a worker the system
+ * holds up holds up nobody. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <pthread.h>
@@ -7,17 +8,27 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "work.h"
 
 #define RING 8
 #define LINE 64
+#define STRIDE 1024 /* bytes read ahead between two looks for work */
 
-/* A worker's units of each phase: on one line, as whoever submits has to fetch it from the worker's core. */
+/* A worker's units of each phase, counted from 0: on one line, as whoever submits has to fetch it from the worker's core. */
 typedef struct {
     _Alignas(LINE) _Atomic int64_t next[FL_PHASES];
     int64_t end[FL_PHASES];
 } range;
+
+/* What idle workers read: each its rows of the gate and up matrices of these experts, in that order. */
+typedef struct {
+    _Atomic int64_t told;                /* how often it has changed */
+    _Atomic int experts;
+    _Atomic(const fl_layout *) layout;
+    _Atomic(const uint8_t *) blocks[FL_MOST_AHEAD];
+} foreseen;
 
 typedef struct {
     fl_job job;
@@ -30,7 +41,8 @@ typedef struct {
 
 struct fl_pool {
     int threads, isa;
-    int64_t spin_ns;
+    int64_t spin_ns, room;               /* room: bytes that a worker's cache keeps for it */
+    foreseen ahead;
     pthread_t *workers;
     slot *ring;                          /* [RING] */
     _Alignas(LINE) _Atomic int64_t submitted;
@@ -75,13 +87,14 @@ static int spin(const _Atomic int64_t *value, int64_t least, int64_t ns) {
 static int run_phase(slot *s, int phase, int number, int threads) {
     int64_t units = s->job.units[phase], all = 0;
     for (int v = 0; v < threads; v++) {
-        range *r = &s->ranges[(number + v) % threads];
+        int owner = (number + v) % threads;
+        range *r = &s->ranges[owner];
         for (;;) {
             int64_t grain = s->job.grain[phase], end = r->end[phase];
             int64_t from = atomic_fetch_add_explicit(&r->next[phase], grain, memory_order_relaxed);
             if (from >= end) break;
             int64_t to = from + grain < end ? from + grain : end;
-            fl_job_run(&s->job, phase, from, to);
+            fl_job_run(&s->job, phase, owner, threads, from, to);
             all = to - from + atomic_fetch_add_explicit(&s->finished[phase], to - from, memory_order_acq_rel);
         }
     }
@@ -114,12 +127,50 @@ static void run_job(fl_pool *pool, slot *s, int64_t ticket, int number) {
     atomic_fetch_add_explicit(&s->left, 1, memory_order_release);
 }
 
+/* Read what a worker will compute, until it has something to compute or its cache is full. */
+static void read_ahead(fl_pool *pool, int number, int64_t ticket) {
+    foreseen *f = &pool->ahead;
+    int64_t told = atomic_load_explicit(&f->told, memory_order_acquire), room = pool->room;
+    int experts = atomic_load_explicit(&f->experts, memory_order_relaxed);
+    for (int e = 0; e < experts; e++) {
+        const fl_layout *layout = atomic_load_explicit(&f->layout, memory_order_relaxed);
+        const uint8_t *block = atomic_load_explicit(&f->blocks[e], memory_order_relaxed);
+        fl_part parts[2];
+        int n = fl_share(pool->isa, layout, block, number, pool->threads, parts);
+        for (size_t at = 0; n && at < parts[0].bytes; at += STRIDE) {
+            for (int p = 0; p < n; p++)
+                for (size_t line = at; line < at + STRIDE && line < parts[p].bytes; line += LINE)
+                    (void)*(const volatile uint8_t *)(parts[p].from + line); /* prefetches may be dropped */
+            room -= n * STRIDE;
+            if (room < n * STRIDE || atomic_load_explicit(&pool->submitted, memory_order_relaxed) > ticket ||
+                atomic_load_explicit(&f->told, memory_order_relaxed) != told)
+                return;
+        }
+    }
+}
+
+/* `spin` for the next job; what is told to be read ahead is read meanwhile, once. */
+static int rest(fl_pool *pool, int number, int64_t ticket, int64_t *read) {
+    if (atomic_load_explicit(&pool->submitted, memory_order_acquire) > ticket) return 1;
+    for (int64_t end = now_ns() + pool->spin_ns; pool->spin_ns > 0;) {
+        int64_t told = atomic_load_explicit(&pool->ahead.told, memory_order_relaxed);
+        if (told != *read) {
+            read_ahead(pool, number, ticket);
+            *read = told;
+        }
+        if (spin(&pool->submitted, ticket + 1, 500)) return 1;
+        if (now_ns() >= end) return 0;
+    }
+    return 0;
+}
+
 static void *worker(void *argument) {
     start begin = *(start *)argument;
     fl_pool *pool = begin.pool;
+    int64_t read = 0;
     free(argument);
     for (int64_t ticket = 0;; ticket++) {
-        if (!spin(&pool->submitted, ticket + 1, pool->spin_ns)) {
+        if (!rest(pool, begin.number, ticket, &read)) {
             pthread_mutex_lock(&pool->mutex);
             atomic_fetch_add(&pool->sleepers, 1);
             while (atomic_load(&pool->submitted) <= ticket && !atomic_load(&pool->stop))
@@ -160,6 +211,15 @@ static void stop_workers(fl_pool *pool, int started) {
     for (int i = 0; i < started; i++) pthread_join(pool->workers[i], NULL);
 }
 
+/* Most of a core's second-level cache. */
+static int64_t cache_room(void) {
+    int64_t bytes = 0;
+#if defined(_SC_LEVEL2_CACHE_SIZE)
+    bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
+#endif
+    return (bytes > 0 ? bytes : 512 << 10) / 4 * 3;
+}
+
 fl_pool *fl_pool_new(int threads, int isa, int spin_us) {
     if (threads < 1 || !fl_isa_supported(isa)) return NULL;
     fl_pool *pool = lines(sizeof *pool);
@@ -167,6 +227,7 @@ fl_pool *fl_pool_new(int threads, int isa, int spin_us) {
     pool->threads = threads;
     pool->isa = isa;
     pool->spin_ns = (int64_t)spin_us * 1000;
+    pool->room = cache_room();
     pthread_mutex_init(&pool->mutex, NULL);
     pthread_cond_init(&pool->work, NULL);
     pthread_cond_init(&pool->idle, NULL);
@@ -223,11 +284,12 @@ int64_t fl_submit(fl_pool *pool, const fl_layout *layout, const fl_work *work) {
         while (atomic_load_explicit(&s->left, memory_order_acquire) < pool->threads) sched_yield();
     int error = fl_job_fill(&s->job, pool->isa, pool->threads, layout, work);
     if (error) return error;
+    for (int e = atomic_load_explicit(&pool->ahead.experts, memory_order_relaxed); e-- > 0;)
+        fl_job_first(&s->job, atomic_load_explicit(&pool->ahead.blocks[e], memory_order_relaxed));
     for (int v = 0; v < pool->threads; v++)
         for (int phase = 0; phase < s->job.phases; phase++) {
-            int64_t units = s->job.units[phase];
-            atomic_store_explicit(&s->ranges[v].next[phase], units * v / pool->threads, memory_order_relaxed);
-            s->ranges[v].end[phase] = units * (v + 1) / pool->threads;
+            atomic_store_explicit(&s->ranges[v].next[phase], 0, memory_order_relaxed);
+            s->ranges[v].end[phase] = fl_job_share(&s->job, phase, v, pool->threads);
         }
     for (int phase = 0; phase < FL_PHASES; phase++) atomic_store(&s->finished[phase], 0);
     atomic_store(&s->begun_ns, 0);
@@ -240,6 +302,16 @@ int64_t fl_submit(fl_pool *pool, const fl_layout *layout, const fl_work *work) {
         pthread_mutex_unlock(&pool->mutex);
     }
     return ticket;
+}
+
+int64_t fl_ahead(fl_pool *pool, const fl_layout *layout, const void *const *blocks, int64_t experts) {
+    foreseen *f = &pool->ahead;
+    if (experts < 0 || experts > FL_MOST_AHEAD || !layout) return -1;
+    for (int e = 0; e < experts; e++) atomic_store_explicit(&f->blocks[e], blocks[e], memory_order_relaxed);
+    atomic_store_explicit(&f->layout, layout, memory_order_relaxed);
+    atomic_store_explicit(&f->experts, (int)experts, memory_order_relaxed);
+    atomic_fetch_add_explicit(&f->told, 1, memory_order_release);
+    return 0;
 }
 
 int fl_done(fl_pool *pool, int64_t ticket) {

@@ -93,7 +93,7 @@ static void *carve(uint8_t **at, const void *source, size_t bytes) {
 
 static int copy_plan(fl_job *job, const fl_work *work) {
     size_t experts = (size_t)work->experts, pairs = (size_t)work->first[experts];
-    size_t bytes = 8 * experts + 4 * (experts + 1) + 12 * pairs + 64;
+    size_t bytes = 8 * experts + 4 * (experts + 1) + 12 * pairs + 4 * experts + 72;
     if (ensure((uint8_t **)&job->plan, &job->plan_room, bytes)) return -2;
     uint8_t *at = job->plan;
     job->blocks = carve(&at, work->blocks, 8 * experts);
@@ -101,6 +101,8 @@ static int copy_plan(fl_job *job, const fl_work *work) {
     job->x_rows = carve(&at, work->x_rows, 4 * pairs);
     job->out_rows = carve(&at, work->weights ? work->x_rows : work->out_rows, 4 * pairs);
     job->weights = work->weights ? carve(&at, work->weights, 4 * pairs) : NULL;
+    job->order = (int32_t *)at;
+    for (size_t e = 0; e < experts; e++) job->order[e] = (int32_t)e;
     for (size_t p = 0; work->weights && p < pairs; p++) job->out_rows[p] = (int32_t)p; /* of what is summed later */
     job->experts = work->experts;
     job->pairs = (int)pairs;
@@ -140,6 +142,9 @@ static size_t row_bytes(int format, size_t k) {
     }
 }
 
+/* Rows of gate and up in a unit of the first phase. */
+static int rows_of_a_unit(int x_kind) { return x_kind == FL_X_I16 ? FL_BLOCK : FL_ROWS / 2; }
+
 static void cut(fl_job *job, int phase, int rows, int rows_per_unit, size_t unit_bytes, int threads) {
     job->rows_per_unit[phase] = rows_per_unit;
     job->units_per_expert[phase] = (rows + rows_per_unit - 1) / rows_per_unit;
@@ -174,10 +179,10 @@ int fl_job_fill(fl_job *job, int isa, int threads, const fl_layout *layout, cons
     job->soon = work->soon;
     job->phases = work->weights ? 3 : 2;
     if (copy_inputs(job, work)) return -2;
-    int pairs_per_unit = choice.x_kind == FL_X_I16 ? FL_BLOCK : FL_ROWS / 2;
+    int pairs_per_unit = rows_of_a_unit(choice.x_kind);
     cut(job, 0, layout->width, pairs_per_unit, 2 * (size_t)pairs_per_unit * row_bytes(layout->format, hidden), threads);
     cut(job, 1, layout->hidden, FL_ROWS, FL_ROWS * row_bytes(layout->format, width), threads);
-    job->units[2] = (layout->hidden + FL_SUMS - 1) / FL_SUMS;
+    job->units[2] = job->units_per_expert[2] = (layout->hidden + FL_SUMS - 1) / FL_SUMS;
     job->grain[2] = 1;
     return 0;
 }
@@ -361,21 +366,55 @@ static void sum(const fl_job *job, size_t from, size_t to) {
     }
 }
 
-void fl_job_run(const fl_job *job, int phase, int64_t from, int64_t to) {
-    if (phase == 2) {
-        size_t end = (size_t)to * FL_SUMS, hidden = (size_t)job->layout.hidden;
-        for (size_t at = (size_t)from * FL_SUMS; at < end && at < hidden; at += FL_SUMS)
-            sum(job, at, at + FL_SUMS < hidden ? at + FL_SUMS : hidden);
+int64_t fl_job_share(const fl_job *job, int phase, int v, int threads) {
+    int64_t units = job->units_per_expert[phase];
+    return (units * (v + 1) / threads - units * v / threads) * (phase < 2 ? job->experts : 1);
+}
+
+void fl_job_first(fl_job *job, const void *block) {
+    for (int at = 1; at < job->experts; at++) {
+        int32_t expert = job->order[at];
+        if (job->blocks[expert] != block) continue;
+        memmove(job->order + 1, job->order, (size_t)at * sizeof *job->order);
+        job->order[0] = expert;
         return;
     }
+}
+
+int fl_share(int isa, const fl_layout *l, const uint8_t *block, int v, int threads, fl_part parts[2]) {
+    fl_choice choice = fl_choose(isa, l->format, l->bf16_inputs);
+    int64_t step = rows_of_a_unit(choice.x_kind), units = (l->width + step - 1) / step;
+    int64_t from = units * v / threads * step, to = units * (v + 1) / threads * step;
+    size_t stride = row_bytes(l->format, (size_t)l->hidden);
+    if (to > l->width) to = l->width;
+    if (to <= from) return 0;
+    const uint8_t *start = block + l->gate_up;
+    if (l->interleaved) {
+        parts[0] = (fl_part){start + 2 * (size_t)from * stride, 2 * (size_t)(to - from) * stride};
+        return 1;
+    }
+    parts[0] = (fl_part){start + (size_t)from * stride, (size_t)(to - from) * stride};
+    parts[1] = (fl_part){start + (size_t)(l->width + from) * stride, (size_t)(to - from) * stride};
+    return 2;
+}
+
+static void run_unit(const fl_job *job, int phase, int expert, int64_t unit) {
     int rows = phase ? job->layout.hidden : job->layout.width, step = job->rows_per_unit[phase];
-    for (int64_t unit = from; unit < to; unit++) {
-        int expert = (int)(unit / job->units_per_expert[phase]);
-        int row = (int)(unit % job->units_per_expert[phase]) * step;
-        int end = row + step < rows ? row + step : rows;
-        for (int pair = job->first[expert]; pair < job->first[expert + 1]; pair += FL_TOKENS) {
-            int tokens = job->first[expert + 1] - pair;
-            (phase ? down : gate_up)(job, expert, pair, tokens < FL_TOKENS ? tokens : FL_TOKENS, row, end);
+    int row = (int)unit * step, end = row + step < rows ? row + step : rows;
+    for (int pair = job->first[expert]; pair < job->first[expert + 1]; pair += FL_TOKENS) {
+        int tokens = job->first[expert + 1] - pair;
+        (phase ? down : gate_up)(job, expert, pair, tokens < FL_TOKENS ? tokens : FL_TOKENS, row, end);
+    }
+}
+
+void fl_job_run(const fl_job *job, int phase, int v, int threads, int64_t from, int64_t to) {
+    int64_t units = job->units_per_expert[phase], first = units * v / threads, mine = units * (v + 1) / threads - first;
+    for (int64_t i = from; i < to; i++) {
+        if (phase < 2) {
+            run_unit(job, phase, job->order[i / mine], first + i % mine);
+            continue;
         }
+        size_t at = (size_t)(first + i) * FL_SUMS, hidden = (size_t)job->layout.hidden;
+        sum(job, at, at + FL_SUMS < hidden ? at + FL_SUMS : hidden);
     }
 }
