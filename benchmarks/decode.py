@@ -140,7 +140,7 @@ class Grid:
             for width in FEW_AHEAD:
                 fields = {"cache_ratio": 0, "miss_action": "split", **on_cpu, **AHEAD, "prefetch_width": width}
                 found.append(self._cell("no cache", f"split, {width} ahead", "split", routing, **fields))
-            reading = {**fields, "cpu_ahead": 1}
+            reading = {**fields, "cpu_read_ahead": True}
             found.append(self._cell("no cache", f"split, {FEW_AHEAD[0]} ahead, 1 read", "split", routing, **reading))
         return found
 
@@ -169,7 +169,7 @@ class Grid:
                 found[0].warm, found[0].ratio = self._wanted.steps, ratio
                 width = settings.width(self._engine.shape)
                 if settings.prefetch_depth and settings.miss_action != "fetch" and width < self._engine.shape.experts:
-                    reading = {**fields, "prefetch_width": width + 1, "cpu_ahead": 1}
+                    reading = {**fields, "prefetch_width": width + 1, "cpu_read_ahead": True}
                     found.insert(1, self._cell("cached", f"tuned {ratio:g}, 1 read", "cached", routing, **reading))
                     found[1].warm, found[1].ratio = self._wanted.steps, ratio
         return found

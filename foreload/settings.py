@@ -16,7 +16,6 @@ from foreload.shape import ModelShape
 from foreload.units import format_bytes
 
 MAX_PREFETCH_DEPTH = 4
-MAX_CPU_AHEAD = 4
 MAX_GAMMA = 16
 MAX_HALF_LIFE = 4096
 
@@ -117,7 +116,9 @@ class Settings(BaseModel):
     objective: Objective = "makespan"
     utility: Utility = Utility()
     cpu_threads: Annotated[int, Field(ge=1, le=256)] = 1
-    cpu_ahead: Annotated[int, Field(ge=0, le=MAX_CPU_AHEAD)] = 0  # predicted experts that idle CPU workers read
+    cpu_read_ahead: bool = (
+        False  # idle CPU workers bring the last predicted expert, which is not copied, into their caches
+    )
     draft: Draft = Draft()
     expert_format: ExpertFormat | tuple[ExpertFormat, ...] | None = None
     prefill_chunk_tokens: Annotated[int, Field(ge=1)] = 4096  # each chunk copies nearly all experts that are not there
@@ -129,9 +130,9 @@ class Settings(BaseModel):
             raise ValueError("slots_per_layer and cache_ratio exclude each other: give one of them")
         self._check_predictor()
         self._check_speculation()
-        if self.cpu_ahead and (self.miss_action == "fetch" or not self.prefetch_depth):
+        if self.cpu_read_ahead and (self.miss_action == "fetch" or not self.prefetch_depth):
             raise ValueError(
-                f"cpu_ahead {self.cpu_ahead} needs predictions (prefetch_depth) and miss_action 'cpu' or 'split': "
+                "cpu_read_ahead goes with a prefetch_depth of 1 or more and miss_action 'cpu' or 'split': "
                 f"they are {self.prefetch_depth} and {self.miss_action!r}"
             )
         if self.objective != "makespan" and self.split_rule not in ("makespan", "tau"):

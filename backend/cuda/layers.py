@@ -17,7 +17,7 @@ from foreload.backend.cuda.kernels.ops import TAG
 from foreload.backend.cuda.plan import merge_told, sort_demand, write_plan
 from foreload.backend.policy.rules import Rules
 from foreload.backend.policy.split import SplitCosts
-from foreload.backend.policy.state import N_READ, PolicyState
+from foreload.backend.policy.state import READ, PolicyState
 from foreload.backend.policy.step import ACT_CPU, demand, finish, prefetch
 from foreload.compiled import uncounted, unlocked
 
@@ -88,7 +88,6 @@ class Host(NamedTuple):
     cpu_first: NDArray[np.int32]  # [items + 1]
     cpu_rows: NDArray[np.int32]  # [items]
     cpu_weights: NDArray[np.float32]  # [items]
-    ahead: NDArray[np.int64]  # [MAX_CPU_AHEAD] host addresses
     experts: NDArray[np.int32]  # [items] of the demand
     counts: NDArray[np.int32]  # [items]
     places: NDArray[np.int64]  # [items]
@@ -218,10 +217,10 @@ def _told(n: Native, h: Host, c: Chosen, step: Step, at: int) -> bool:
 @uncounted
 def _read_ahead(n: Native, h: Host, state: PolicyState, layer: int) -> None:
     """Tell the CPU's workers what to read while they are idle."""
-    count = state.scalars[N_READ]
-    for i in range(count):
-        h.ahead[i] = h.blocks[layer, state.read[i] % state.status.shape[1]]
-    _call(n.ahead, (n.pool, h.layouts[layer], h.ahead.ctypes.data, count))
+    key, block = state.scalars[READ], 0
+    if key >= 0:
+        block = h.blocks[layer, key % state.status.shape[1]]
+    _call(n.ahead, (n.pool, h.layouts[layer], block))
 
 
 @uncounted
@@ -240,7 +239,7 @@ def _foresee(n: Native, h: Host, c: Chosen, step: Step, state: PolicyState, rule
     for ahead in range(depth):
         known &= _prefetch(h, c, step, state, rules, at, ahead)
     _call(n.unlock, (n.link, 0))
-    if rules.cpu_ahead:
+    if rules.cpu_reads:
         _read_ahead(n, h, state, at + 1)
     t[FORESEEN] = _call(n.now, (0,))
     return DONE if known else ASTRAY

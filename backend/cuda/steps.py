@@ -15,7 +15,6 @@ from foreload.backend.cuda.programs import Program
 from foreload.backend.experts.cpu_native import NativeExperts
 from foreload.backend.native.library import CWork
 from foreload.backend.policy.window import Demand
-from foreload.settings import MAX_CPU_AHEAD
 from foreload.shape import ModelShape
 
 
@@ -73,7 +72,6 @@ class StepArrays:
             cpu_first=first,
             cpu_rows=rows,
             cpu_weights=self._weights,
-            ahead=np.zeros(MAX_CPU_AHEAD, np.int64),
             experts=np.zeros(items, np.int32),
             counts=np.zeros(items, np.int32),
             places=np.zeros(items, np.int64),

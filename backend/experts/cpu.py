@@ -60,8 +60,8 @@ class CpuExperts(ABC):
         Returns the outputs [all rows, hidden], one expert's after the other's, filled when `join` returns.
         """
 
-    def read_ahead(self, layer: int, experts: Sequence[int]) -> None:
-        """Bring experts that are likely needed next into the workers' caches, as long as these are idle."""
+    def read_ahead(self, layer: int, expert: int | None) -> None:
+        """Bring an expert that is likely needed next into the workers' caches, as long as these are idle."""
         raise InternalError("these workers do not read ahead")
 
     @abstractmethod
@@ -85,8 +85,8 @@ class CpuExperts(ABC):
 
 def check_read_ahead(settings: Settings) -> None:
     """UsageError if workers cannot read ahead as `settings` ask."""
-    if settings.cpu_ahead and chosen_isa() is None:
-        raise UsageError(f"cpu_ahead {settings.cpu_ahead}: workers of torch do not read ahead, those of the library do")
+    if settings.cpu_read_ahead and chosen_isa() is None:
+        raise UsageError("cpu_read_ahead: workers of torch do not read ahead, those of the native library do")
 
 
 def make_cpu_experts(slab: ExpertBlocks, threads: int) -> CpuExperts:

@@ -84,7 +84,7 @@ def _declare(handle: ctypes.CDLL) -> str:
     handle.fl_pool_free.argtypes = [pointer]
     handle.fl_pool_place.argtypes = [pointer, pointer, i32]
     handle.fl_submit.argtypes = [pointer, ctypes.POINTER(CLayout), ctypes.POINTER(CWork)]
-    handle.fl_ahead.restype, handle.fl_ahead.argtypes = i64, [pointer, pointer, pointer, i64]
+    handle.fl_ahead.restype, handle.fl_ahead.argtypes = i64, [pointer, pointer, pointer]
     handle.fl_done.argtypes = [pointer, i64]
     handle.fl_wait.argtypes = [pointer, i64, ctypes.POINTER(i64 * 2)]
     sizes = (handle.fl_layout_size(), handle.fl_work_size())

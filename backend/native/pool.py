@@ -79,10 +79,9 @@ class NativePool:
             raise InternalError("the native library refused a plan of CPU experts")
         return ticket
 
-    def read_ahead(self, layout: CLayout, blocks: NDArray[np.int64]) -> None:
-        """What idle workers bring into their caches, addresses, likeliest first; `layout` must stay."""
-        if self._library.fl_ahead(self._pool, ctypes.addressof(layout), blocks.ctypes.data, len(blocks)):
-            raise InternalError(f"the native library does not read {len(blocks)} experts ahead")
+    def read_ahead(self, layout: CLayout, block: int) -> None:
+        """What idle workers bring into their caches, an address (0: nothing); `layout` must stay."""
+        self._library.fl_ahead(self._pool, ctypes.addressof(layout), block)
 
     def done(self, ticket: int) -> bool:
         """Whether the results are there."""

@@ -138,11 +138,10 @@ class Brain:
         """A layer-step was begun by `step.demand` itself: its experts [n] and what was decided for each [n]."""
         self._experts, self._action = experts, action
 
-    def read(self) -> list[int]:
-        """Experts of the next layer that the CPU reads ahead."""
-        count = self.state.scalars[state.N_READ]
-        found: list[int] = (self.state.read[:count] % self.state.status.shape[1]).tolist()
-        return found
+    def read(self) -> int | None:
+        """The expert of the next layer that the CPU reads ahead, if any."""
+        key = int(self.state.scalars[state.READ])
+        return None if key < 0 else key % self.state.status.shape[1]
 
     def prefetch(self, layer: int, predicted: NDArray[np.int32]) -> None:
         """Experts predicted for a later MoE `layer` of this step, best first, -1 for none; [width]."""

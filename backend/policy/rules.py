@@ -53,7 +53,7 @@ class Rules(NamedTuple):
     adapt: int
     rate: float  # lambda
     tau: int  # TAU_AUTO or 1..K+1
-    cpu_ahead: int  # predicted experts of the next layer that the CPU reads ahead and the link does not copy
+    cpu_reads: int  # 1: the CPU reads the last predicted expert of the next layer ahead, and the link does not copy it
     reset_done: int  # 1: eviction takes the utility of layers already done in this step as 0
 
 
@@ -78,7 +78,7 @@ def rules_of(settings: Settings, shape: ModelShape, oracle: bool = False) -> Rul
         adapt=_ADAPT[utility.adapt],
         rate=utility.rate,
         tau=TAU_AUTO if utility.tau == "auto" else utility.tau,
-        cpu_ahead=settings.cpu_ahead,
+        cpu_reads=int(settings.cpu_read_ahead),
         reset_done=int(utility.reset_done),
     )
 

@@ -1,6 +1,6 @@
 """How many of a layer-step's absent experts are fetched, the rest computed on the CPU (design: section 5, Split).
 
-Absent experts are ordered by (tokens descending, s descending, id), those the CPU has read ahead last; a rule that
+Absent experts are ordered by (tokens descending, s descending, id), the one the CPU has read ahead last; a rule that
 counts fetches the first n of them.
 All copies cost the same, so no other subset of n is better. `tau` fetches those with s >= tau.
 """
@@ -21,7 +21,7 @@ from foreload.backend.policy.rules import (
     TAU_AUTO,
     Rules,
 )
-from foreload.backend.policy.state import N_READ, PolicyState
+from foreload.backend.policy.state import READ, PolicyState
 from foreload.compiled import inlined, uncounted
 
 
@@ -165,18 +165,15 @@ def fetch_level(
 @inlined
 def is_read(state: PolicyState, layer: int, expert: int) -> bool:
     """Whether the CPU reads an expert ahead."""
-    found = False
-    for i in range(state.scalars[N_READ]):
-        found = found or state.read[i] == layer * state.status.shape[1] + expert
-    return bool(found)
+    return bool(state.scalars[READ] == layer * state.status.shape[1] + expert)
 
 
 @inlined
 def in_order(
     state: PolicyState, layer: int, experts: NDArray[np.int32], counts: NDArray[np.int32], missing: NDArray[np.int32]
 ) -> None:
-    """Sort indices of absent experts in place by (tokens descending, s descending, id ascending), those that the CPU
-    has read ahead behind the others.
+    """Sort indices of absent experts in place by (tokens descending, s descending, id ascending), the one that the
+    CPU has read ahead behind the others.
     """
     for at in range(1, len(missing)):
         i, to = missing[at], at

@@ -18,11 +18,11 @@ DEMAND, PREFETCH, UPLOAD, DISCARD, AHEAD = 0, 1, 2, 3, 4
 any more. AHEAD: a prefetch for the layer's next step; it holds a persistent slot from the moment it is queued."""
 
 N_FREE, N_QUEUED, N_IN_FLIGHT, SEQUENCE, STEP, N_DEMAND_HELD, N_UNFILLED, LAYER, N_AHEAD = 0, 1, 2, 3, 4, 5, 6, 7, 8
-N_UPLOADS, N_SERVED, N_READ, N_SCALARS = 9, 10, 11, 12
+N_UPLOADS, N_SERVED, READ, N_SCALARS = 9, 10, 11, 12
 """Indices into `scalars`. DEMAND_HELD: staging slots the running layer-step's demand holds and will give back.
 UNFILLED: persistent slots no expert occupies yet. LAYER: the computing layer, the first between two steps. N_AHEAD:
-prefetches queued since the last demand: about what the next one queues. N_UPLOADS, N_SERVED, N_READ: entries of
-`uploads`, `served` and `read`."""
+prefetches queued since the last demand: about what the next one queues. N_UPLOADS, N_SERVED: entries of `uploads` and
+`served`. READ: key of the expert that the CPU reads ahead, -1: none."""
 
 HITS, LATE, MISSES, FETCHED, ON_CPU, PREFETCHED, WASTED, CANCELLED, UPLOADED = 0, 1, 2, 3, 4, 5, 6, 7, 8
 N_COUNTERS = 9
@@ -67,7 +67,6 @@ class PolicyState(NamedTuple):
     rank: NDArray[np.int64]  # [S] their ranks; the smallest is issued first
     uploads: NDArray[np.int32]  # [S] keys of background uploads that are not residents yet, and of some taken back
     served: NDArray[np.int32]  # [E] keys of what the CPU computed in the last layer-step, where uploads are made
-    read: NDArray[np.int32]  # [E] keys that the CPU reads ahead for the next layer-step
     scalars: NDArray[np.int64]  # [N_SCALARS]
     counters: NDArray[np.int64]  # [3 phases, L, N_COUNTERS]
     scratch: NDArray[np.int32]  # [3, E] of the function that runs: nothing is kept in it
@@ -89,6 +88,7 @@ def new_state(
     scalars = np.zeros(N_SCALARS, np.int64)
     scalars[N_FREE] = slots
     scalars[N_UNFILLED] = int(capacity.sum())
+    scalars[READ] = -1
     return PolicyState(
         status=np.zeros(of_expert, np.int8),
         purpose=np.zeros(of_expert, np.int8),
@@ -116,7 +116,6 @@ def new_state(
         rank=np.zeros(slots, np.int64),
         uploads=np.zeros(slots, np.int32),
         served=np.zeros(experts, np.int32),
-        read=np.zeros(experts, np.int32),
         scalars=scalars,
         counters=np.zeros((3, layers, N_COUNTERS), np.int64),
         scratch=np.zeros((3, experts), np.int32),

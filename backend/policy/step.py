@@ -57,13 +57,13 @@ from foreload.backend.policy.state import (
     N_DEMAND_HELD,
     N_FREE,
     N_IN_FLIGHT,
-    N_READ,
     N_SERVED,
     N_UNFILLED,
     N_UPLOADS,
     ON_CPU,
     PREFETCH,
     QUEUED,
+    READ,
     STEP,
     UPLOAD,
     WASTED,
@@ -349,33 +349,24 @@ def _waits(state: PolicyState, layer: int, expert: int) -> bool:
 
 
 @inlined
-def _read_ahead(state: PolicyState, rules: Rules, layer: int, predicted: NDArray[np.int32]) -> None:
-    """Leave the last of the experts predicted for the next layer to the CPU, which reads them while it is idle; the
-    first is the link's.
-    """
-    waiting = 0
+def _read_ahead(state: PolicyState, layer: int, predicted: NDArray[np.int32]) -> None:
+    """Leave the last of at least two experts that are predicted for the next layer and wait to the CPU."""
+    waiting, last = 0, -1
     for i in range(len(predicted)):
-        waiting += predicted[i] >= 0 and _waits(state, layer, predicted[i])
-    state.scalars[N_READ] = 0
-    copied = max(1, waiting - rules.cpu_ahead)
-    for i in range(len(predicted)):
-        expert = predicted[i]
-        if expert < 0 or not _waits(state, layer, expert):
-            continue
-        copied -= 1
-        if copied < 0:
-            if state.status[layer, expert] == QUEUED:
-                cancel(state, layer, expert)
-            state.read[state.scalars[N_READ]] = layer * state.status.shape[1] + expert
-            state.scalars[N_READ] += 1
+        if predicted[i] >= 0 and _waits(state, layer, predicted[i]):
+            waiting, last = waiting + 1, predicted[i]
+    state.scalars[READ] = -1
+    if waiting > 1:
+        if state.status[layer, last] == QUEUED:
+            cancel(state, layer, last)
+        state.scalars[READ] = layer * state.status.shape[1] + last
 
 
 @uncounted
 def prefetch(state: PolicyState, rules: Rules, layer: int, predicted: NDArray[np.int32]) -> None:
     """Queue copies of the experts predicted for `layer`, best first (-1: none); cancel what is no longer predicted."""
-    next_one = rules.cpu_ahead > 0 and layer == state.scalars[LAYER] + 1
-    if next_one:
-        _read_ahead(state, rules, layer, predicted)
+    if rules.cpu_reads and layer == state.scalars[LAYER] + 1:
+        _read_ahead(state, layer, predicted)
     for expert in range(state.status.shape[1]):
         if state.status[layer, expert] == QUEUED and state.purpose[layer, expert] == PREFETCH:
             wanted = False
@@ -388,7 +379,7 @@ def prefetch(state: PolicyState, rules: Rules, layer: int, predicted: NDArray[np
         if expert < 0:
             continue
         status = state.status[layer, expert]
-        if next_one and is_read(state, layer, expert):
+        if is_read(state, layer, expert):
             continue
         if status == ABSENT and _room(state, rules.reserve):
             state.scalars[N_AHEAD] += enqueue(state, layer, expert, PREFETCH)

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from foreload.backend.experts.blocks import BlockCodec, run_expert
 from foreload.backend.native import Isa, NativePool, Plan, c_layout, load
 from foreload.backend.native.library import CWork
-from foreload.errors import InternalError
 from foreload.formats import FORMATS, PackedFormat, block_layout
 from foreload.shape import Activation, ModelShape
 
@@ -161,22 +160,19 @@ def test_threads_and_company_change_no_bit(shape: ModelShape, isa: Isa, format: 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("threads", [1, 3, 7])
 def test_what_is_read_ahead_changes_no_bit(shape: ModelShape, format: PackedFormat, threads: int) -> None:
-    """Whichever expert it is, also one that the work does not have; too many are refused."""
+    """Whichever expert it is, also one that the work does not have."""
     case = Case(shape_of(shape, 160, 72, "silu", False), format, True)
     expected, layout = case.run(ISAS[-1], 1), c_layout(case.layout, case.shape, True)
     addresses = np.array([block.data_ptr() for block in case.blocks], np.int64)
     elsewhere = case.blocks[1].clone()
     pool = NativePool(load(), threads, ISAS[-1], 64)
-    for ahead in ([2], [EXPERTS - 1, 1], [0], []):
-        blocks = np.append(addresses[ahead], elsewhere.data_ptr())
-        pool.read_ahead(layout, blocks)
+    for block in (*addresses.tolist(), elsewhere.data_ptr(), 0):
+        pool.read_ahead(layout, block)
         time.sleep(0.002)  # workers read
         out = torch.full((len(case.rows), case.shape.hidden), float("nan"))
         plan = Plan(addresses, case.first, case.rows, np.arange(len(case.rows), dtype=np.int32))
         pool.wait(pool.submit(layout, plan, (case.x.data_ptr(), TOKENS, True), (out.data_ptr(), False)))
         assert torch.equal(out, expected)
-    with pytest.raises(InternalError, match="does not read 5 experts ahead"):
-        pool.read_ahead(layout, addresses[:1].repeat(5))
     pool.close()
 
 

@@ -32,7 +32,6 @@ enum { FL_X_F32, FL_X_MX, FL_X_MX_BF16, FL_X_I16 };
 #define FL_TOKENS 16 /* most tokens in one call of a kernel */
 #define FL_PAD 64    /* elements to whose multiple inputs are padded */
 #define FL_BLOCK 64  /* elements that share a scale in X_I16 */
-#define FL_MOST_AHEAD 4 /* experts that are read ahead at a time */
 
 /* out[r][t] = sum over k of w[r][k] x[t][k]; scale[r]: the e8m0 bytes of row r (mxfp4 alone). Row scales come later.
  * `jump`: from the end of a row to where the row that is read after it begins. */
@@ -104,9 +103,9 @@ FL_API void fl_pool_free(fl_pool *pool); /* finishes what was submitted */
 FL_API int fl_pool_place(fl_pool *pool, const int32_t *cpus, int n);
 /* A ticket from 0; -1 for a plan that is not valid, -2 without memory. */
 FL_API int64_t fl_submit(fl_pool *pool, const fl_layout *layout, const fl_work *work);
-/* Experts that a later job will likely have, likeliest first: idle workers bring their rows into their caches, and the job
- * begins with them. `layout` must stay as long as the pool; 0, or -1 for more than FL_MOST_AHEAD. */
-FL_API int64_t fl_ahead(fl_pool *pool, const fl_layout *layout, const void *const *blocks, int64_t experts);
+/* An expert that the next job likely has (NULL: none): idle workers bring their rows of it into their caches, and the job
+ * begins with it. `layout` must stay as long as the pool. How often it was called. */
+FL_API int64_t fl_ahead(fl_pool *pool, const fl_layout *layout, const void *block);
 FL_API int fl_done(fl_pool *pool, int64_t ticket);
 /* Waits; span: CLOCK_MONOTONIC nanoseconds when the first worker began and the last ended. */
 FL_API void fl_wait(fl_pool *pool, int64_t ticket, int64_t span[2]);

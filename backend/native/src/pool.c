@@ -22,12 +22,11 @@ typedef struct {
     int64_t end[FL_PHASES];
 } range;
 
-/* What idle workers read: each its rows of the gate and up matrices of these experts, in that order. */
+/* The expert of which idle workers read their rows of the gate and up matrices; NULL: none. */
 typedef struct {
     _Atomic int64_t told;                /* how often it has changed */
-    _Atomic int experts;
     _Atomic(const fl_layout *) layout;
-    _Atomic(const uint8_t *) blocks[FL_MOST_AHEAD];
+    _Atomic(const uint8_t *) block;
 } foreseen;
 
 typedef struct {
@@ -131,21 +130,17 @@ static void run_job(fl_pool *pool, slot *s, int64_t ticket, int number) {
 static void read_ahead(fl_pool *pool, int number, int64_t ticket) {
     foreseen *f = &pool->ahead;
     int64_t told = atomic_load_explicit(&f->told, memory_order_acquire), room = pool->room;
-    int experts = atomic_load_explicit(&f->experts, memory_order_relaxed);
-    for (int e = 0; e < experts; e++) {
-        const fl_layout *layout = atomic_load_explicit(&f->layout, memory_order_relaxed);
-        const uint8_t *block = atomic_load_explicit(&f->blocks[e], memory_order_relaxed);
-        fl_part parts[2];
-        int n = fl_share(pool->isa, layout, block, number, pool->threads, parts);
-        for (size_t at = 0; n && at < parts[0].bytes; at += STRIDE) {
-            for (int p = 0; p < n; p++)
-                for (size_t line = at; line < at + STRIDE && line < parts[p].bytes; line += LINE)
-                    (void)*(const volatile uint8_t *)(parts[p].from + line); /* prefetches may be dropped */
-            room -= n * STRIDE;
-            if (room < n * STRIDE || atomic_load_explicit(&pool->submitted, memory_order_relaxed) > ticket ||
-                atomic_load_explicit(&f->told, memory_order_relaxed) != told)
-                return;
-        }
+    const uint8_t *block = atomic_load_explicit(&f->block, memory_order_relaxed);
+    fl_part parts[2];
+    if (!block) return;
+    int n = fl_share(pool->isa, atomic_load_explicit(&f->layout, memory_order_relaxed), block, number, pool->threads, parts);
+    for (size_t at = 0; n && at < parts[0].bytes && room >= n * STRIDE; at += STRIDE, room -= n * STRIDE) {
+        for (int p = 0; p < n; p++)
+            for (size_t line = at; line < at + STRIDE && line < parts[p].bytes; line += LINE)
+                (void)*(const volatile uint8_t *)(parts[p].from + line); /* prefetches may be dropped */
+        if (atomic_load_explicit(&pool->submitted, memory_order_relaxed) > ticket ||
+            atomic_load_explicit(&f->told, memory_order_relaxed) != told)
+            return;
     }
 }
 
@@ -284,8 +279,7 @@ int64_t fl_submit(fl_pool *pool, const fl_layout *layout, const fl_work *work) {
         while (atomic_load_explicit(&s->left, memory_order_acquire) < pool->threads) sched_yield();
     int error = fl_job_fill(&s->job, pool->isa, pool->threads, layout, work);
     if (error) return error;
-    for (int e = atomic_load_explicit(&pool->ahead.experts, memory_order_relaxed); e-- > 0;)
-        fl_job_first(&s->job, atomic_load_explicit(&pool->ahead.blocks[e], memory_order_relaxed));
+    fl_job_first(&s->job, atomic_load_explicit(&pool->ahead.block, memory_order_relaxed));
     for (int v = 0; v < pool->threads; v++)
         for (int phase = 0; phase < s->job.phases; phase++) {
             atomic_store_explicit(&s->ranges[v].next[phase], 0, memory_order_relaxed);
@@ -304,14 +298,10 @@ int64_t fl_submit(fl_pool *pool, const fl_layout *layout, const fl_work *work) {
     return ticket;
 }
 
-int64_t fl_ahead(fl_pool *pool, const fl_layout *layout, const void *const *blocks, int64_t experts) {
-    foreseen *f = &pool->ahead;
-    if (experts < 0 || experts > FL_MOST_AHEAD || !layout) return -1;
-    for (int e = 0; e < experts; e++) atomic_store_explicit(&f->blocks[e], blocks[e], memory_order_relaxed);
-    atomic_store_explicit(&f->layout, layout, memory_order_relaxed);
-    atomic_store_explicit(&f->experts, (int)experts, memory_order_relaxed);
-    atomic_fetch_add_explicit(&f->told, 1, memory_order_release);
-    return 0;
+int64_t fl_ahead(fl_pool *pool, const fl_layout *layout, const void *block) {
+    atomic_store_explicit(&pool->ahead.layout, layout, memory_order_relaxed);
+    atomic_store_explicit(&pool->ahead.block, (const uint8_t *)block, memory_order_relaxed);
+    return 1 + atomic_fetch_add_explicit(&pool->ahead.told, 1, memory_order_release);
 }
 
 int fl_done(fl_pool *pool, int64_t ticket) {
