@@ -151,7 +151,7 @@ class Forward:
         on_cpu = [i for i, action in enumerate(actions) if action == ACT_CPU]
         host_out = self._submit_cpu(at, [experts[i] for i in on_cpu], batch, on_cpu) if on_cpu else None
         if predicted and self._brain.rules.cpu_reads:
-            self._cpu.read_ahead(at + 1, self._brain.read())
+            self._cpu.read_ahead(at + 1, self._brain.read(at + 1))
         used = []
         for i, action in enumerate(actions):
             if action == ACT_HIT:

@@ -115,10 +115,13 @@ class GraphBench(Bench):
         self.forward.follow(None)
         super().close()
 
-    def stage(self, miss_action: str, threads: int = 1, depth: int = 0, speculate: bool = False) -> Stage:
+    def stage(
+        self, miss_action: str, threads: int = 1, depth: int = 0, speculate: bool = False, read_ahead: bool = False
+    ) -> Stage:
         """Fill every layer's cache with the same experts and fix it; misses then take `miss_action`.
 
-        `depth`: the gate predicts so many layers ahead; `speculate`: all layers but the first execute predictions.
+        `depth`: the gate predicts so many layers ahead; `speculate`: all layers but the first execute predictions;
+        `read_ahead`: idle workers read the last of the predicted.
         """
         base = {"slots_per_layer": (self._resident,) * self.shape.n_moe_layers, "cpu_threads": threads}
         base["expert_format"] = self._settings.expert_format
@@ -128,6 +131,7 @@ class GraphBench(Bench):
             self.step([Asked.of(resident[at : at + k])] * self.shape.n_moe_layers)
         ahead = {"predictor": "gate", "prefetch_depth": depth} if depth else {}
         ahead |= {"speculate_layers": "all"} if speculate else {}
+        ahead |= {"cpu_read_ahead": True} if read_ahead else {}
         self.engine.apply(Settings.parse({**base, **ahead, "miss_action": miss_action, "admission": "none"}))
         self.engine.place_helpers()
         return Stage(resident, list(range(self._resident, self.shape.experts)))

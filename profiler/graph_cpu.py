@@ -8,6 +8,7 @@ from random import Random
 from statistics import median
 
 from foreload.backend.experts.transfer import followed
+from foreload.backend.native import chosen_isa
 from foreload.backend.native.pool import SPIN_US
 from foreload.profiler.graph_bench import Asked, GraphBench, LayerTimes, StepTimes, in_runs
 from foreload.profiler.probes import Effort, thread_counts
@@ -43,6 +44,8 @@ class Routed:
 
 
 MOST_EVERY = 4
+READING_US = (0, 100)
+"""Waits before a layer-step is planned, while workers may read."""
 
 
 def asked_for(layers: int, most: int, turn: int) -> list[int]:
@@ -64,6 +67,8 @@ def cpu_experts(bench: GraphBench, effort: Effort, counts: Sequence[int]) -> Ite
     for threads in counts:
         yield from alone(bench, effort, threads)
         yield from beside_copies(bench, effort, threads)
+        if chosen_isa() is not None:
+            yield from read_ahead(bench, effort, threads)
 
 
 def alone(bench: GraphBench, effort: Effort, threads: int) -> Iterator[Measurement]:
@@ -138,6 +143,36 @@ def beside_copies(bench: GraphBench, effort: Effort, threads: int) -> Iterator[M
         if samples:
             yield averaged("gpu_behind_cpu", [0.0], samples, copies=int(with_copies), threads=threads)
     yield varied("copy_beside_cpu", copies or _copies_us(bench, effort, threads), threads=threads)
+
+
+def read_ahead(bench: GraphBench, effort: Effort, threads: int) -> Iterator[Measurement]:
+    """What CPU experts take less where workers could read one of them before, by how long they were idle: the next
+    layer's, or by turns another one, is told together with one that is copied and not used.
+    """
+    stage, layers = bench.stage("cpu", threads, depth=1, read_ahead=True), bench.shape.n_moe_layers
+    half = len(stage.absent) // 2
+    mine, others, count = stage.absent[:half], stage.absent[half:], min(max(1, bench.shape.top_k // 2), half)
+    routed, rest = Routed(mine, layers), len(READING_US)
+    less: list[list[float]] = [[] for _ in READING_US]
+    idle: list[list[float]] = [[] for _ in READING_US]
+    for turn in in_time(max(2, effort.rounds // 2) * rest, effort.seconds):
+        which, means = turn % rest, list[float]()
+        for right in (True, False):
+            asked = [routed.pick(at, count) for at in range(layers)]
+            ahead = [bench.pick(others, 2, turn + at) for at in range(layers)]
+            if right:
+                ahead = [[spare[0], next_one[0]] for spare, next_one in zip(ahead, asked[1:] + asked[:1], strict=True)]
+            steps = [Asked.of(*both) for both in zip(asked, ahead, strict=True)]
+            step = bench.step([replace(one, wait_us=READING_US[which]) for one in steps])
+            bench.discard()
+            taken = [computed_us(times) for times in step.layers]
+            means.append(sum(taken[1:]) / max(1, len(taken) - 1))
+            ends = [times.planned_ns / 1e3 + us for times, us in zip(step.layers, taken, strict=True)]
+            idle[which] += [times.planned_ns / 1e3 - end for times, end in zip(step.layers[1:], ends, strict=False)]
+        less[which].append(means[1] - means[0])
+    points = {round(median(us)): max(0.0, median(of)) for us, of in zip(idle, less, strict=True) if us and of[1:]}
+    for us, found in sorted(points.items()):
+        yield summarise("read_ahead", [found], threads=threads, idle_us=max(1, us))
 
 
 def followed_us(step: StepTimes) -> list[float]:

@@ -72,6 +72,7 @@ and interrupt, no after_wait at other waits than measured, and these are other o
                                               likewise
     submit                                    handing experts to the CPU
     cpu_asleep      threads, idle_us          what CPU experts take longer after so long a rest
+    read_ahead      threads, idle_us          what they take less if one of them was read in so long a rest
     window_whole    tokens                    a step of one launch over so many tokens with the same experts
     window_whole_expert  tokens               what such a step takes longer for each other expert in a layer
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -25,6 +25,7 @@ NO_PREFETCH: dict[str, Any] = {
     "prefetch_width": None,
     "prefetch_rolled": False,
     "speculate_layers": (),
+    "cpu_read_ahead": False,
 }
 HALF_LIVES = (16, 64, 256)
 """Of the `aged` eviction order."""
@@ -109,6 +110,7 @@ class Space:
     expert_bytes: int = 1  # of the base's format
     room_bytes: int = 0  # for slots, persistent and staging
     losses: Mapping[str, float] = field(default_factory=dict)  # of formats that layers may be in, in per cent
+    reads_ahead: bool = False  # whether the profile knows CPU workers that read ahead
     smaller: str | None = None  # a format with the base's numbers in fewer bytes that may be used, too
     limits: Limits = NO_LIMITS
 
@@ -140,8 +142,9 @@ class Space:
             {name for name, _ in known.get(1, ())} if costs.measured("speculated") and shape.top_k in every else set()
         )
         changes = tuple(change for change in allowed if usable(change, costs, base, ready))
-        threads, room = costs.cpu_threads, slots * size
-        return cls(shape, base, slots, threads, known, every, draft, changes, dtype, warm, beside, size, room)
+        threads, room, reads = costs.cpu_threads, slots * size, costs.measured("read_ahead")
+        found = cls(shape, base, slots, threads, known, every, draft, changes, dtype, warm, beside, size, room)
+        return replace(found, reads_ahead=reads)
 
     def evictions(self) -> list[dict[str, Any]]:
         """Fields of every eviction order; those that need a recording to start from where there is one."""

@@ -393,6 +393,17 @@ class CostModel:
         found = self._plane("window_experts_cpu", threads).host_ns(experts, tokens)
         return max(1, found + self._window_shift("experts_cpu", experts, threads)[0])
 
+    def read_ahead(self, settings: Settings) -> tuple[tuple[int, int], ...]:
+        """(idle, less): nanoseconds that workers of the CPU were idle, and what experts take less if one of them was
+        read meanwhile; ascending, more idling than the last brings no more. Empty where nothing is read.
+        """
+        if not settings.cpu_read_ahead:
+            return ()
+        self._check_threads("read_ahead", settings.cpu_threads)
+        points = self._table("read_ahead", {"threads": settings.cpu_threads})
+        self.used["read_ahead"] = "interpolated"
+        return ((0, 0), *((1000 * point.at, point.host_ns) for point in points))
+
     def varies(self, probe: str, threads: int) -> tuple[int, ...]:
         """Equally likely factors of what `probe` took on or beside so many threads, of SCALE and so in the mean, as the
         profile had them; ascending. One alone if it does not say.

@@ -116,10 +116,12 @@ class DeviceTimes:
     host_wake_ns: int = 0  # from an issue to the host going on
     bring_ns: int = 0  # host: before launching experts behind copies, telling the device of those that are issued
     driven: bool = False  # the decoding thread issues copies itself
+    read_ahead: tuple[tuple[int, int], ...] = ()  # as `CostModel.read_ahead`
 
     @classmethod
     def of(cls, costs: CostModel, settings: Settings) -> DeviceTimes:
         """Nothing of it without graphs, where the profile's blocks include it."""
+        read = costs.read_ahead(settings)
         if not costs.graphs:
             return cls(host_wake_ns=costs.cost("wait").host_ns)
         on_cpu, threads = settings.miss_action != "fetch", settings.cpu_threads
@@ -133,4 +135,4 @@ class DeviceTimes:
             rest = 1000 * costs.profile.points("cpu_asleep", threads=threads)[0].at["idle_us"]
         launch, start = costs.cost("launch").host_ns, costs.cost("copy_start").host_ns
         bring = costs.cost("bring").host_ns if costs.measured("bring") else 0
-        return cls(launch, start, rate, asleep, rest, bring_ns=bring, driven=True)
+        return cls(launch, start, rate, asleep, rest, bring_ns=bring, driven=True, read_ahead=read)

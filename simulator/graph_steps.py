@@ -87,7 +87,8 @@ def _layer(engine: EngineModel, costs: GraphCosts, request: Request, at: int, la
     if on_cpu:
         if clock.ahead:
             yield clock.catch_up()
-        engine.cpu.start(on_cpu, layer, int(tokens[decided == _CPU].sum()))
+        read = bool((experts[decided == _CPU] == engine.brain.read(layer)).any())
+        engine.cpu.start(on_cpu, layer, int(tokens[decided == _CPU].sum()), read)
         clock.spend("plan", costs.host.submit_ns, layer)
         yield from engine.settle()
     if depth:  # the CPU has begun by now
@@ -97,6 +98,7 @@ def _layer(engine: EngineModel, costs: GraphCosts, request: Request, at: int, la
         yield from engine.settle()
         for ahead in range(depth):
             engine.brain.prefetch(layer + 1 + ahead, request.predicted[ahead][at, layer + 1 + ahead])
+        engine.cpu.tell()
     yield from _issue(engine, costs, layer)
     if coming.any():
         yield from engine.copied(layer, dict(zip(experts[coming].tolist(), tokens[coming].tolist(), strict=True)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -28,6 +29,7 @@ AXIS = {
     "experts_gpu": "experts",
     "experts_cpu": "experts",
     "experts_cpu_beside_copy": "experts",
+    "read_ahead": "idle_us",
     "cpu_format": "experts",
     "gpu_format": "experts",
     "prefill_layer": "tokens",
@@ -53,9 +55,18 @@ class Point:
     assumed: bool
 
 
-def _between(low: int, high: int, left: int, right: int, at: int) -> int:
+def between(low: int, high: int, left: int, right: int, at: int) -> int:
+    """On the line through (left, low) and (right, high), rounded."""
     span = right - left
     return (low * (right - at) + high * (at - left) + span // 2) // span
+
+
+def on_line(points: Sequence[tuple[int, int]], at: int) -> int:
+    """Value at `at` on the lines between (coordinate, value), ascending; beyond the last, the last's."""
+    for (left, low), (right, high) in pairwise(points):
+        if at < right:
+            return between(low, high, left, right, at)
+    return points[-1][1]
 
 
 def interpolate(points: list[Point], at: int, sloped: bool) -> tuple[int, int, Source]:
@@ -65,8 +76,8 @@ def interpolate(points: list[Point], at: int, sloped: bool) -> tuple[int, int, S
         return points[index].host_ns, points[index].gpu_ns, "assumed" if points[index].assumed else "measured"
     if 0 < index < len(points):
         a, b = points[index - 1], points[index]
-        host = _between(a.host_ns, b.host_ns, a.at, b.at, at)
-        gpu = _between(a.gpu_ns, b.gpu_ns, a.at, b.at, at)
+        host = between(a.host_ns, b.host_ns, a.at, b.at, at)
+        gpu = between(a.gpu_ns, b.gpu_ns, a.at, b.at, at)
         return host, gpu, "assumed" if a.assumed or b.assumed else "interpolated"
     edge = points[min(index, len(points) - 1)]
     source: Source = "assumed" if edge.assumed else "extrapolated"
@@ -76,8 +87,8 @@ def interpolate(points: list[Point], at: int, sloped: bool) -> tuple[int, int, S
     if index == 0 or len(points) == 1:
         return edge.host_ns, edge.gpu_ns, source
     a = points[-2]
-    host = max(edge.host_ns, _between(a.host_ns, edge.host_ns, a.at, edge.at, at))
-    return host, max(edge.gpu_ns, _between(a.gpu_ns, edge.gpu_ns, a.at, edge.at, at)), source
+    host = max(edge.host_ns, between(a.host_ns, edge.host_ns, a.at, edge.at, at))
+    return host, max(edge.gpu_ns, between(a.gpu_ns, edge.gpu_ns, a.at, edge.at, at)), source
 
 
 def points_of(probe: str, found: list[Measurement]) -> list[Point]:

@@ -18,6 +18,7 @@ from foreload.backend.policy import Brain
 from foreload.backend.policy.state import AHEAD, DECODE, DEMAND, PREFETCH, UPLOAD
 from foreload.simulator.costs import SCALE, CostModel
 from foreload.simulator.graph_costs import DeviceTimes
+from foreload.simulator.lookup import on_line
 from foreload.simulator.timeline import Timeline
 from foreload.simulator.variation import GOLDEN, SILVER, in_turn
 
@@ -235,6 +236,7 @@ class CpuPool:
         self._timeline, self._times = timeline, times
         self._rested_since = -times.rest_ns - 1  # its workers sleep at first
         self._varies, self._batches = costs.varies("experts_cpu", threads), 0
+        self._told_ns, self._saved = 0, times.read_ahead
         self._result: simpy.Event | None = None
 
     @property
@@ -242,8 +244,12 @@ class CpuPool:
         """Whether a batch is running."""
         return self._sharing.active(CPU)
 
-    def start(self, experts: int, layer: int, tokens: int = 0) -> None:
-        """Hand `experts` experts over; `tokens` as for `CostModel.experts_gpu`."""
+    def tell(self) -> None:
+        """The workers hear what to read ahead."""
+        self._told_ns = self._env.now
+
+    def start(self, experts: int, layer: int, tokens: int = 0, read: bool = False) -> None:
+        """Hand `experts` experts over; `tokens` as for `CostModel.experts_gpu`, `read`: one was to be read ahead."""
         begun = self._env.now
 
         def done() -> None:
@@ -258,6 +264,9 @@ class CpuPool:
         self._batches += 1
         if begun - self._rested_since > self._times.rest_ns:
             work_ns += self._times.asleep_ns
+        if read:
+            idle_ns = begun - max(self._rested_since, self._told_ns)
+            work_ns = max(1, work_ns - on_line(self._saved, idle_ns))
         self._sharing.start(CPU, work_ns, done, experts)
 
     def result(self) -> simpy.Event:

@@ -60,8 +60,8 @@ class CpuExperts(ABC):
         Returns the outputs [all rows, hidden], one expert's after the other's, filled when `join` returns.
         """
 
-    def read_ahead(self, layer: int, expert: int | None) -> None:
-        """Bring an expert that is likely needed next into the workers' caches, as long as these are idle."""
+    def read_ahead(self, layer: int, expert: int) -> None:
+        """Bring an expert that is likely needed next (-1: none) into the workers' caches, as long as these are idle."""
         raise InternalError("these workers do not read ahead")
 
     @abstractmethod

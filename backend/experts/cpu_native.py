@@ -74,10 +74,10 @@ class NativeExperts(CpuExperts):
         self._open.append((ticket, layer, len(experts), out))
         return out
 
-    def read_ahead(self, layer: int, expert: int | None) -> None:
+    def read_ahead(self, layer: int, expert: int) -> None:
         """See `CpuExperts`."""
         if self._pool is not None:
-            self._pool.read_ahead(self._layouts[layer], 0 if expert is None else int(self.addresses[layer, expert]))
+            self._pool.read_ahead(self._layouts[layer], 0 if expert < 0 else int(self.addresses[layer, expert]))
 
     def done(self) -> bool:
         """Whether nothing is running, without waiting."""

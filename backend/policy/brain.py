@@ -138,10 +138,10 @@ class Brain:
         """A layer-step was begun by `step.demand` itself: its experts [n] and what was decided for each [n]."""
         self._experts, self._action = experts, action
 
-    def read(self) -> int | None:
-        """The expert of the next layer that the CPU reads ahead, if any."""
-        key = int(self.state.scalars[state.READ])
-        return None if key < 0 else key % self.state.status.shape[1]
+    def read(self, layer: int) -> int:
+        """The expert of a layer that the CPU reads ahead, -1 if it is none of its."""
+        of_layer, expert = divmod(int(self.state.scalars[state.READ]), self.state.status.shape[1])
+        return expert if of_layer == layer else -1
 
     def prefetch(self, layer: int, predicted: NDArray[np.int32]) -> None:
         """Experts predicted for a later MoE `layer` of this step, best first, -1 for none; [width]."""

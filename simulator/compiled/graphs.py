@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from foreload.backend.policy import copies, step
 from foreload.backend.policy.rules import Rules
-from foreload.backend.policy.split import SplitCosts
+from foreload.backend.policy.split import SplitCosts, is_read
 from foreload.backend.policy.state import KEPT, PolicyState
 from foreload.compiled import inlined, uncounted
 from foreload.simulator.compiled import host
@@ -194,7 +194,10 @@ def _begin(
         host.experts_gpu(m, r, b, p, layer, hits, hit_tokens)
     if on_cpu:
         host.catch_up(m, r, p)
-        mach.start_cpu(m, r, layer, on_cpu, cpu_tokens)
+        read = False
+        for i in range(len(experts)):
+            read = read or (action[i] == step.ACT_CPU and is_read(p, layer, experts[i]))
+        mach.start_cpu(m, r, layer, on_cpu, cpu_tokens, read)
         spend(m, PLAN, g.submit_ns)
         host.settle(m, r, p)
     return int(on_cpu)
@@ -220,6 +223,7 @@ def _foresee(
     host.settle(m, r, p)
     for ahead in range(depth):
         step.prefetch(p, rules, layer + 1 + ahead, steps.predicted[ahead, at, layer + 1 + ahead])
+    m.at[mach.TOLD] = m.at[mach.NOW]
 
 
 @inlined

@@ -429,7 +429,7 @@ def _layer_experts(
     on_cpu, cpu_tokens, hits, hit_tokens = sort_out(m, p, layer, experts, counts, window, action)
     if on_cpu:
         catch_up(m, r, p)
-        mach.start_cpu(m, r, layer, on_cpu, cpu_tokens)
+        mach.start_cpu(m, r, layer, on_cpu, cpu_tokens, False)
     if copies.can_issue(p):
         pump(m, r, p)
         spend(m, PLAN, b.queueing_ns)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from foreload.backend.policy import copies
 from foreload.backend.policy.state import PolicyState
 from foreload.compiled import inlined
-from foreload.simulator.compiled.rates import Rates, in_turn
+from foreload.simulator.compiled.rates import Rates, in_turn, less_ns
 from foreload.simulator.costs import SCALE
 from foreload.simulator.variation import GOLDEN, SILVER
 
@@ -66,8 +66,9 @@ KINDS = (
     RESTED_SINCE,  # when the CPU's workers had nothing more to do
     BATCHES,  # of CPU experts so far
     BESIDE,  # copies so far that began beside CPU experts
+    TOLD,  # when the CPU's workers heard what to read ahead
     N_AT,
-) = range(34)
+) = range(35)
 
 RUNNING, DUE_SOON, ON_ISSUE, ON_LANDING, ON_CPU, ON_GPU, ON_DRAINED = range(7)
 """HOST_WAIT: the host runs, its wake-up is scheduled, or what must happen before it is."""
@@ -208,13 +209,17 @@ def start_job(m: Machine, r: Rates, which: int, work_ns: int, experts: int) -> N
 
 
 @inlined
-def start_cpu(m: Machine, r: Rates, layer: int, experts: int, tokens: int) -> None:
-    """Hand experts to the CPU, whose workers may be asleep; `tokens` 0: of a single token's step."""
+def start_cpu(m: Machine, r: Rates, layer: int, experts: int, tokens: int, read: bool) -> None:
+    """Hand experts to the CPU, whose workers may be asleep; `tokens` 0: of a single token's step; `read`: one of the
+    experts was to be read ahead.
+    """
     m.seen[r.format[layer], SEEN_CPU, experts, tokens] = True
     work_ns = r.cpu_ns[r.format[layer], experts, tokens] * in_turn(r.cpu_varies, m.at[BATCHES], GOLDEN) // SCALE
     m.at[BATCHES] += 1
     if m.at[NOW] - m.at[RESTED_SINCE] > r.rest_ns:
         work_ns += r.asleep_ns
+    if read:
+        work_ns = max(1, work_ns - less_ns(r.read_ahead, m.at[NOW] - max(m.at[RESTED_SINCE], m.at[TOLD])))
     start_job(m, r, CPU, work_ns, experts)
 
 

@@ -29,10 +29,22 @@ class Rates(NamedTuple):
     host_wake_ns: int
     bring_ns: int
     driven: bool
+    read_ahead: NDArray[np.int64]  # [n, 2] as `CostModel.read_ahead`
     cpu_ns: NDArray[np.int64]  # [F, K + 1, T + 1] by tokens; 0: of a single token's step
     cpu_varies: NDArray[np.int64]  # [n] factors of it, of SCALE, that batches have in turn
     cpu_rate: NDArray[np.int64]  # [K + 1] beside a copy
     both_rate: NDArray[np.int64]  # [K + 1, K + 1] resident experts beside CPU experts
+
+
+@inlined
+def less_ns(read_ahead: NDArray[np.int64], idle_ns: int) -> int:
+    """What experts take less that workers have read ahead for so long; as `lookup.on_line`."""
+    for i in range(1, len(read_ahead)):
+        left, right = read_ahead[i - 1, 0], read_ahead[i, 0]
+        if idle_ns < right:
+            low, high, span = read_ahead[i - 1, 1], read_ahead[i, 1], right - left
+            return int((low * (right - idle_ns) + high * (idle_ns - left) + span // 2) // span)
+    return int(read_ahead[-1, 1])
 
 
 @inlined

@@ -45,7 +45,7 @@ def rates(costs: CostModel, settings: Settings, most: int, tokens: int) -> Rates
             cpu_ns[:, n] = [[model.experts_cpu_ns(n, threads, t) for t in range(tokens + 1)] for model in models]
             cpu_rate[n] = costs.cpu_rate(n, threads)
             both_rate[1:, n] = [costs.both_rate(gpu, n, threads) for gpu in range(1, most + 1)]
-    times = astuple(DeviceTimes.of(costs, settings))
+    *times, read = astuple(DeviceTimes.of(costs, settings))
     return Rates(
         *(
             of_layer,
@@ -54,6 +54,7 @@ def rates(costs: CostModel, settings: Settings, most: int, tokens: int) -> Rates
             np.array(varies[0], np.int64),
             costs.cost("wait").host_ns,
             *times,
+            np.array(read, np.int64).reshape(-1, 2),
             cpu_ns,
             np.array(varies[1], np.int64),
             cpu_rate,

@@ -29,11 +29,14 @@ def _changes(space: Space, settings: Settings) -> Iterator[tuple[str, dict[str, 
         yield f"eviction {fields['eviction']}{aged}", fields
     if settings.pool == "layer":
         for miss in space.misses():
+            fields = {**miss, "cpu_read_ahead": settings.cpu_read_ahead and miss["miss_action"] != "fetch"}
             ahead = settings.predictor in NEXT_STEP and miss["miss_action"] == "fetch"
-            yield _of_miss(miss), {**miss, **(NO_PREFETCH if ahead else {})}
+            yield _of_miss(miss), {**fields, **(NO_PREFETCH if ahead else {})}
         yield from _prefetch_changes(space, settings)
     if settings.admission == "background":
         yield from ((f"admit_per_step {n}", {"admit_per_step": n}) for n in (1, 2, 4))
+    if space.reads_ahead and settings.miss_action != "fetch" and settings.prefetch_depth:
+        yield from _reading(space, settings)
     if settings.miss_action == "split":
         rules = ("makespan", "tau", "bandwidth")
         yield from ((f"split_rule {rule}", {"split_rule": rule, "objective": "makespan"}) for rule in rules)
@@ -66,6 +69,14 @@ def _prefetch_changes(space: Space, settings: Settings) -> Iterator[tuple[str, d
         if option.get("expert_format") != format and not option["speculate_layers"] and "expert_format" in option:
             name = option["expert_format"]
             yield f"expert_format {said_format(name)}", {"expert_format": name}
+
+
+def _reading(space: Space, settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
+    """CPU workers that read ahead or not; what they read is not copied, so one more may be predicted."""
+    width, on = settings.width(space.shape), not settings.cpu_read_ahead
+    yield f"cpu_read_ahead {'on' if on else 'off'}", {"cpu_read_ahead": on}
+    if on and width < max(space.widths):
+        yield f"cpu_read_ahead on, width {width + 1}", {"cpu_read_ahead": on, "prefetch_width": width + 1}
 
 
 def _drafts(space: Space, settings: Settings) -> Iterator[tuple[str, Settings | None]]:

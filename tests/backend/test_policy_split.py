@@ -178,17 +178,17 @@ def test_the_last_predicted_is_the_cpus() -> None:
     brain = Brain(shape, chosen, (0,) * LAYERS, SplitCosts(100, table, 100 * table))
     brain.begin(0, int32([0]), int32([1]))
     brain.prefetch(1, int32([5, 3, 1]))
-    assert brain.read() == 1
+    assert brain.read(1) == 1
     assert [at for at, status in enumerate(brain.state.status[1]) if status == QUEUED] == [3, 5]
     brain.prefetch(2, int32([4, 6]))  # not the next one: the link's
-    assert brain.read() == 1
+    assert brain.read(1) == 1
     brain.quiesce()
     actions = brain.begin(1, int32([1, 2, 3, 7]), int32([3, 1, 1, 1])).tolist()
     assert actions[0] == Action.CPU  # though it has the most tokens
     assert Action.FETCH in actions
     brain.finish(1)
     brain.prefetch(2, int32([4]))  # the only one is the link's
-    assert brain.read() is None
+    assert brain.read(2) == -1
 
 
 @pytest.mark.unit
@@ -200,7 +200,7 @@ def test_what_the_cpu_reads_is_not_copied_any_more() -> None:
     brain.finish(0)
     brain.begin(1, int32([0]), int32([1]))
     brain.prefetch(2, int32([4, 3, 5]))
-    assert brain.read() == 5
+    assert brain.read(2) == 5
     assert (brain.state.status[2, 3:6] == [QUEUED, QUEUED, ABSENT]).all()
     brain.check_integrity()
 

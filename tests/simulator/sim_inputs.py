@@ -106,7 +106,7 @@ def make_graph_profile(shape: ModelShape, copy_us: float = 100.0, slow_us: float
     points = [m for m in base.measurements if m.probe not in GRAPH_OTHERS]
 
     def add(probe: str, host: float = 0.0, device: float = 0.0, **at: int) -> None:
-        host *= 1.0 if probe in ("launch", "wait", "copy_start", "cpu_asleep") else slow_us
+        host *= 1.0 if probe in ("launch", "wait", "copy_start", "cpu_asleep", "read_ahead") else slow_us
         points.append(Measurement(probe=probe, at=at, p50_us=host, p95_us=host, gpu_us=device, repeats=1))
 
     for context, us in ((1, 50), (101, 60), (201, 90)):
@@ -128,6 +128,8 @@ def make_graph_profile(shape: ModelShape, copy_us: float = 100.0, slow_us: float
         add("experts_gpu", 3, 5 * n, experts=n)
     for threads in THREADS:
         add("cpu_asleep", 15, threads=threads, idle_us=100)
+        for idle_us, less in ((20, 6), (90, 20)):
+            add("read_ahead", less, threads=threads, idle_us=idle_us)
         for beside in (0, 1):
             add("gpu_behind_cpu", 0, 44 + 20 * beside, copies=beside, threads=threads)
     for tokens in (1, 2, 8):

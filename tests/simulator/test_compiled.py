@@ -8,7 +8,7 @@ from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 from sim_inputs import in_formats, make_graph_profile, make_profile, make_shape, make_trace, make_windows, with_parts
 
-from foreload.errors import MismatchError, SettingsError
+from foreload.errors import FileError, MismatchError, SettingsError
 from foreload.profiler.schema import HardwareProfile, Measurement
 from foreload.settings import Settings
 from foreload.simulator import compiled, engine_model
@@ -50,10 +50,13 @@ def trace_of(windows, seed):
 def drawn_settings(draw, windows):
     fields = {name: draw(strategy) for name, strategy in FIELDS.items()}
     fields["prefetch_depth"] = draw(st.integers(1, 2)) if fields["predictor"] == "gate" else 0
+    fields["cpu_read_ahead"] = draw(st.booleans())
     if windows:
         fields["draft"] = {"kind": "ngram", "gamma": GAMMA}
     if fields["predictor"] == "gate" and draw(st.booleans()):
         fields["speculate_layers"] = draw(st.sampled_from([(1,), (2,), "all"]))
+    if not fields["prefetch_depth"] or fields["miss_action"] == "fetch":
+        del fields["cpu_read_ahead"]
     try:
         return Settings.parse(fields)
     except SettingsError:
@@ -82,6 +85,11 @@ def test_equal_to_the_nanosecond(windows, data, capacity, machine):
     warm = np.random.default_rng(seed).integers(0, 9, (3, 6)) if warmed else None
     profile = CostModel(PROFILES[machine], SHAPE, replayed=data.draw(st.booleans()))
     run = (trace_of(windows, seed), profile, SHAPE, chosen, capacity)
+    if chosen.cpu_read_ahead and not profile.graphs:
+        for simulate in (compiled.simulate, engine_model.simulate):
+            with pytest.raises(FileError, match="no measurement of 'read_ahead'"):
+                simulate(*run, warm=warm)
+        return
     assert_equal(compiled.simulate(*run, warm=warm), engine_model.simulate(*run, warm=warm))
 
 

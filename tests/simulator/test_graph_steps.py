@@ -86,6 +86,25 @@ def test_cpu_experts_do_not_wait_for_predictions(run):
 
 @BOTH
 @pytest.mark.unit
+@pytest.mark.parametrize(("second", "less"), [([2, 3], 11.5), ([1, 2], 0.0)])
+def test_what_was_read_ahead_takes_the_cpu_less(run, second, less):
+    """Of two that are predicted the last is read, if the next layer demands it, as long as the workers have nothing to
+    do: the profile says 6 us less after 20 us, 20 after 90.
+    """
+    predicted = [[[-1, -1], [1, 3]]]
+    trace = manual_trace(TWO, [[[0, 1], second]], predicted)
+    chosen = Settings(
+        miss_action="cpu", admission="none", cpu_threads=2, predictor="gate", prefetch_depth=1, cpu_read_ahead=True
+    )
+    profile = make_graph_profile(TWO, copy_us=5)  # nothing is copied beside the next layer's
+    nothing = [m.model_copy(update={"p50_us": 0.0}) if m.probe == "read_ahead" else m for m in profile.measurements]
+    without = profile.model_copy(update={"measurements": tuple(nothing)})
+    times = [run(trace, of, TWO, chosen, (0, 0)).total_ns / 1e3 for of in (without, profile)]
+    assert times[0] - times[1] == pytest.approx(less, abs=1.0)
+
+
+@BOTH
+@pytest.mark.unit
 def test_outputs_that_are_there_early_wait_for_the_device(run):
     profile = make_graph_profile(ONE)
     quick = [m.model_copy(update={"p50_us": 1.0}) if m.probe == "experts_cpu" else m for m in profile.measurements]

@@ -135,11 +135,11 @@ def test_experts_that_the_cpu_reads_ahead(make_engine: MakeEngine, fast: MakeEng
     settings = Settings.parse({**fields, "prefetch_width": 4, "cpu_read_ahead": True})
     tokens, _ = decoded(make_engine(settings.changed(cpu_read_ahead=False)))
     plain, engine = make_engine(settings), fast(settings, seed=5)
-    told: list[int | None] = []
+    told: list[int] = []
     read_ahead = plain.cpu.read_ahead
     plain.cpu.read_ahead = lambda layer, expert: (told.append(expert), read_ahead(layer, expert))  # type: ignore[method-assign]
     assert decoded(plain)[0] == tokens
-    assert any(expert is not None for expert in told)
+    assert any(expert >= 0 for expert in told)
     assert decoded(engine)[0] == tokens
     assert engine.brain.counters[DECODE, :, Counter.ON_CPU].sum() > 0
 
