@@ -398,23 +398,21 @@ int fl_share(int isa, const fl_layout *l, const uint8_t *block, int v, int threa
     return 2;
 }
 
-static void run_unit(const fl_job *job, int phase, int expert, int64_t unit) {
-    int rows = phase ? job->layout.hidden : job->layout.width, step = job->rows_per_unit[phase];
-    int row = (int)unit * step, end = row + step < rows ? row + step : rows;
-    for (int pair = job->first[expert]; pair < job->first[expert + 1]; pair += FL_TOKENS) {
-        int tokens = job->first[expert + 1] - pair;
-        (phase ? down : gate_up)(job, expert, pair, tokens < FL_TOKENS ? tokens : FL_TOKENS, row, end);
-    }
-}
-
 void fl_job_run(const fl_job *job, int phase, int v, int threads, int64_t from, int64_t to) {
     int64_t units = job->units_per_expert[phase], first = units * v / threads, mine = units * (v + 1) / threads - first;
+    if (phase == 2) {
+        size_t end = (size_t)(first + to) * FL_SUMS, hidden = (size_t)job->layout.hidden;
+        for (size_t at = (size_t)(first + from) * FL_SUMS; at < end && at < hidden; at += FL_SUMS)
+            sum(job, at, at + FL_SUMS < hidden ? at + FL_SUMS : hidden);
+        return;
+    }
+    int rows = phase ? job->layout.hidden : job->layout.width, step = job->rows_per_unit[phase];
     for (int64_t i = from; i < to; i++) {
-        if (phase < 2) {
-            run_unit(job, phase, job->order[i / mine], first + i % mine);
-            continue;
+        int expert = job->order[i / mine], row = (int)(first + i % mine) * step;
+        int end = row + step < rows ? row + step : rows;
+        for (int pair = job->first[expert]; pair < job->first[expert + 1]; pair += FL_TOKENS) {
+            int tokens = job->first[expert + 1] - pair;
+            (phase ? down : gate_up)(job, expert, pair, tokens < FL_TOKENS ? tokens : FL_TOKENS, row, end);
         }
-        size_t at = (size_t)(first + i) * FL_SUMS, hidden = (size_t)job->layout.hidden;
-        sum(job, at, at + FL_SUMS < hidden ? at + FL_SUMS : hidden);
     }
 }
