@@ -303,6 +303,22 @@ def test_memory_is_counted_in_the_formats_size(trace: Trace, profile: HardwarePr
     assert all(space.fits(settings) for settings in changed.values())
 
 
+def test_workers_read_ahead_where_the_profile_knows_them() -> None:
+    trace, chosen = make_trace(SHAPE, depths=1), {"miss_action": "cpu", "predictor": "gate", "prefetch_depth": 1}
+    for made, known in ((make_graph_profile(SHAPE), True), (make_profile(SHAPE), False)):
+        space = Space.of([trace], CostModel(made, SHAPE), Settings(), SLOTS)
+        start = space.uniform(**chosen, cpu_threads=2, prefetch_width=1)
+        assert start is not None
+        changed = dict(neighbours(space, start))
+        assert ("cpu_read_ahead on" in changed) == ("cpu_read_ahead on, width 2" in changed) == known
+        if known:
+            reading = changed["cpu_read_ahead on, width 2"]
+            assert (reading.cpu_read_ahead, reading.prefetch_width) == (True, 2)
+            back = dict(neighbours(space, reading))
+            assert not back["cpu_read_ahead off"].cpu_read_ahead
+            assert not any(other.cpu_read_ahead for other in back.values() if other.miss_action == "fetch")
+
+
 # Around the answer
 
 
