@@ -170,9 +170,14 @@ def read_ahead(bench: GraphBench, effort: Effort, threads: int) -> Iterator[Meas
             ends = [times.planned_ns / 1e3 + us for times, us in zip(step.layers, taken, strict=True)]
             idle[which] += [times.planned_ns / 1e3 - end for times, end in zip(step.layers[1:], ends, strict=False)]
         less[which].append(means[1] - means[0])
-    points = {round(median(us)): max(0.0, median(of)) for us, of in zip(idle, less, strict=True) if us and of[1:]}
-    for us, found in sorted(points.items()):
-        yield summarise("read_ahead", [found], threads=threads, idle_us=max(1, us))
+    found = {_rounded(median(us)): of for us, of in zip(idle, less, strict=True) if us}
+    for us, saved in sorted(found.items()):
+        yield summarise("read_ahead", [max(0.0, median(saved))], threads=threads, idle_us=us)
+
+
+def _rounded(us: float) -> int:
+    """To twenty microseconds, at least so many, so that several turns of the probe are of the same points."""
+    return 20 * max(1, round(us / 20))
 
 
 def followed_us(step: StepTimes) -> list[float]:

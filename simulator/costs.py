@@ -400,9 +400,12 @@ class CostModel:
         if not settings.cpu_read_ahead:
             return ()
         self._check_threads("read_ahead", settings.cpu_threads)
-        points = self._table("read_ahead", {"threads": settings.cpu_threads})
-        self.used["read_ahead"] = "interpolated"
-        return ((0, 0), *((1000 * point.at, point.host_ns) for point in points))
+        found, less = [(0, 0)], 0
+        for point in self._table("read_ahead", {"threads": settings.cpu_threads}):
+            less = max(less, point.host_ns)  # longer rests bring no less
+            found.append((1000 * point.at, less))
+            self.used["read_ahead"] = worst("assumed" if point.assumed else "interpolated")
+        return tuple(found)
 
     def varies(self, probe: str, threads: int) -> tuple[int, ...]:
         """Equally likely factors of what `probe` took on or beside so many threads, of SCALE and so in the mean, as the

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from foreload.errors import UsageError
 from foreload.profiler.schema import HardwareProfile, Measurement
 
-CPU = ("experts_cpu", "cpu_expert", "window_experts_cpu", "cpu_format")
+CPU = ("experts_cpu", "cpu_expert", "window_experts_cpu", "cpu_format", "read_ahead")
 
 _Alone = Mapping[tuple[str, int, int], float]
 """Microseconds of copies, resident experts and CPU experts alone, by (probe, experts, threads)."""

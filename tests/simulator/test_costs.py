@@ -11,6 +11,7 @@ from foreload.settings import Settings
 from foreload.simulator.compiled import simulate
 from foreload.simulator.contended import split_costs
 from foreload.simulator.costs import SCALE, CostModel, as_costs, worst
+from foreload.simulator.lookup import on_line
 from foreload.simulator.machines import assume
 
 SHAPE = make_shape()
@@ -203,6 +204,24 @@ def test_layers_in_different_formats() -> None:
     mean = split_costs(measured, SHAPE, chosen)
     assert mean.io_ns == (3 * parts[0].io_ns + parts[1].io_ns) // 4
     np.testing.assert_array_equal(mean.cpu_ns, (3 * parts[0].cpu_ns + parts[1].cpu_ns) // 4)
+
+
+@pytest.mark.unit
+def test_what_is_read_ahead_is_saved_by_idle_time():
+    costs = CostModel(make_graph_profile(SHAPE), SHAPE)
+    chosen = Settings(miss_action="cpu", predictor="gate", prefetch_depth=1, cpu_threads=2, cpu_read_ahead=True)
+    found = costs.read_ahead(chosen)
+    assert found == ((0, 0), (20_000, 6_000), (90_000, 20_000))
+    assert [on_line(found, at) for at in (0, 10_000, 20_000, 55_000, 90_000, 900_000)] == [
+        0, 3_000, 6_000, 13_000, 20_000, 20_000
+    ]  # fmt: skip
+    assert costs.used["read_ahead"] == "interpolated"
+    assert costs.read_ahead(chosen.changed(cpu_read_ahead=False)) == ()
+    faster = CostModel(assume(costs.profile, None, 2.0, None).profile, SHAPE)
+    assert faster.read_ahead(chosen)[-1] == (90_000, 10_000)
+    assert faster.used["read_ahead"] == "assumed"
+    with pytest.raises(MismatchError, match="read_ahead was not measured at cpu_threads 7"):
+        costs.read_ahead(chosen.changed(cpu_threads=7))
 
 
 @pytest.mark.unit
