@@ -64,7 +64,15 @@ def test_every_cell_has_run(found: dict[str, Any]) -> None:
         {("resident", "resident, one launch", 1.0), ("resident", "resident, a decision per layer", 1.0)}
         | {
             ("no cache", name, 0.0)
-            for name in ("on_demand", "router_pf", "split", "split, 2 ahead", "split, 3 ahead", "cpu")
+            for name in (
+                "on_demand",
+                "router_pf",
+                "split",
+                "split, 2 ahead",
+                "split, 3 ahead",
+                "split, 2 ahead, 1 read",
+                "cpu",
+            )
         }
         | {("cached", name, ratio) for name in cached for ratio in (0.25, 0.5)}
         | {("cached", "llama_cpp 0.25", 0.0), ("cached", "llama_cpp 0.5", 1 / 3)}
