@@ -137,11 +137,11 @@ class Grid:
         ]
         if ("gate", 1) in self._plain[routing].predictions:
             found.insert(1, self._cell("no cache", "router_pf", "fetch", routing, cache_ratio=0, **SPECULATING))
-            for width in FEW_AHEAD:
-                fields = {"cache_ratio": 0, "miss_action": "split", **on_cpu, **AHEAD, "prefetch_width": width}
-                found.append(self._cell("no cache", f"split, {width} ahead", "split", routing, **fields))
-            reading = {**fields, "cpu_read_ahead": True}
-            found.append(self._cell("no cache", f"split, {FEW_AHEAD[0]} ahead, 1 read", "split", routing, **reading))
+            ahead = {f"split, {width} ahead": {"prefetch_width": width} for width in FEW_AHEAD}
+            ahead[f"split, {FEW_AHEAD[0]} ahead, 1 read"] = _read_too(FEW_AHEAD[0])
+            for name, fields in ahead.items():
+                every = {"cache_ratio": 0, "miss_action": "split", **on_cpu, **AHEAD, **fields}
+                found.append(self._cell("no cache", name, "split", routing, **every))
         return found
 
     def _cached(self) -> list[Cell]:
@@ -165,13 +165,13 @@ class Grid:
                 found += cells
             for ratio, settings in () if number else self._wanted.tuned.items():
                 fields = {**_own_fields(settings), "prefill_chunk_tokens": self._wanted.longest_prompt}
-                found.insert(0, self._cell("cached", f"tuned {ratio:g}", "cached", routing, **fields))
-                found[0].warm, found[0].ratio = self._wanted.steps, ratio
-                width = settings.width(self._engine.shape)
+                named, width = {f"tuned {ratio:g}": fields}, settings.width(self._engine.shape)
                 if settings.prefetch_depth and settings.miss_action != "fetch" and width < self._engine.shape.experts:
-                    reading = {**fields, "prefetch_width": width + 1, "cpu_read_ahead": True}
-                    found.insert(1, self._cell("cached", f"tuned {ratio:g}, 1 read", "cached", routing, **reading))
-                    found[1].warm, found[1].ratio = self._wanted.steps, ratio
+                    named[f"tuned {ratio:g}, 1 read"] = {**fields, **_read_too(width)}
+                tuned = [self._cell("cached", name, "cached", routing, **of) for name, of in named.items()]
+                for cell in tuned:
+                    cell.warm, cell.ratio = self._wanted.steps, ratio
+                found = tuned + found
         return found
 
     def _contexts(self) -> list[Cell]:
@@ -209,6 +209,11 @@ class Grid:
             cell.warm = cell.steps = min(FEW, self._wanted.steps)
             cell.prompt, cell.middle = 0, self._drafted[cell.routing] > 0
         return found
+
+
+def _read_too(width: int) -> dict[str, Any]:
+    """Fields of settings that predict `width` experts to be copied, and one more that CPU workers read."""
+    return {"prefetch_width": width + 1, "cpu_read_ahead": True}
 
 
 def _own_fields(settings: Settings) -> dict[str, Any]:

@@ -8,10 +8,9 @@ both GPUs. `--parts` is that of `benchmarks.h200`. With a corpus
 (`recipes/corpus`: train.bin.xz and heldout.jsonl) `topo` is trained, to score expert formats on. With `--gpus 1` a
 single lane does what there is time for, after `topo` is trained (to be scored where there is more), while the GPU's
 tests run. What is simulated meanwhile (`tuned_h200 --prepare`, `tuned_drafts`) comes into DIR/main from elsewhere, and
-settings with experts in bf12 (tuned-RATIO.json) into DIR/bf12. Each
-step has a log in DIR and a limit, and is ended with all it started; DIR/lanes.json says how each went. Afterwards,
-where simulations are quick: `validate_h200 --predict`, `whatif_h200 --predict` and `tuned_h200 --simulate` with
-DIR/main.
+settings with experts in bf12 (tuned-RATIO.json) into DIR/bf12. Each step has a log in DIR and a limit, and is ended
+with all it started; DIR/lanes.json says how each went. Afterwards, where simulations are quick: `validate_h200
+--predict`, `whatif_h200 --predict` and `tuned_h200 --simulate` with DIR/main.
 """
 
 from __future__ import annotations

@@ -116,9 +116,7 @@ class Settings(BaseModel):
     objective: Objective = "makespan"
     utility: Utility = Utility()
     cpu_threads: Annotated[int, Field(ge=1, le=256)] = 1
-    cpu_read_ahead: bool = (
-        False  # idle CPU workers bring the last predicted expert, which is not copied, into their caches
-    )
+    cpu_read_ahead: bool = False  # idle CPU workers, not the link, bring the last predicted expert nearer
     draft: Draft = Draft()
     expert_format: ExpertFormat | tuple[ExpertFormat, ...] | None = None
     prefill_chunk_tokens: Annotated[int, Field(ge=1)] = 4096  # each chunk copies nearly all experts that are not there

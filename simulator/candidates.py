@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -143,8 +143,22 @@ class Space:
         )
         changes = tuple(change for change in allowed if usable(change, costs, base, ready))
         threads, room, reads = costs.cpu_threads, slots * size, costs.measured("read_ahead")
-        found = cls(shape, base, slots, threads, known, every, draft, changes, dtype, warm, beside, size, room)
-        return replace(found, reads_ahead=reads)
+        return cls(
+            shape,
+            base,
+            slots,
+            threads,
+            known,
+            every,
+            draft,
+            changes,
+            dtype,
+            warm,
+            beside,
+            size,
+            room,
+            reads_ahead=reads,
+        )
 
     def evictions(self) -> list[dict[str, Any]]:
         """Fields of every eviction order; those that need a recording to start from where there is one."""

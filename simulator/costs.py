@@ -251,7 +251,7 @@ class CostModel:
     @cached_property
     def repacked_ns(self) -> int:
         """What the resident experts of a token take the GPU longer in a layer than in the profiled engine's format."""
-        return 0 if self.format == self.own_format else self._window_shift("experts_gpu", self.shape.top_k)[1]
+        return self._window_shift("experts_gpu", self.shape.top_k)[1]
 
     def experts_gpu(self, experts: int, tokens: int = 0) -> Cost:
         """`experts` resident experts: of a single token's step, or (`tokens` above 0) of a window's, with so many."""

@@ -96,7 +96,11 @@ class GraphCosts:
         whole_ns, others = costs.block("whole", context, tokens).gpu_ns, experts - shape.n_moe_layers * shape.top_k
         if tokens > 1 and costs.measured("window_whole_expert"):
             whole_ns += max(0, others) * costs.cost("window_whole_expert", tokens).gpu_ns
-        return whole_ns + sum(costs.at(layer).repacked_ns for layer in range(shape.n_moe_layers)) + self._replayed_ns
+        return whole_ns + self._repacked_ns + self._replayed_ns
+
+    @cached_property
+    def _repacked_ns(self) -> int:
+        return sum(self._costs.at(layer).repacked_ns for layer in range(self._costs.shape.n_moe_layers))
 
     @cached_property
     def _replayed_ns(self) -> int:

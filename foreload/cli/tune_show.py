@@ -116,11 +116,12 @@ def show_forecast(console: Console, values: dict[str, Any], found: Forecast) -> 
 
 
 def _text(result: TuneResult) -> dict[str, str]:
-    """What the best settings do to the text, if anything."""
-    chosen, default = (candidate.settings.expert_format for candidate in (result.best, result.default))
+    """What the best settings do to the text and to how experts are held, if anything."""
     if not result.changes_text:
-        loads = f"in {chosen}, which holds the same numbers; a running engine has to load the model again"
-        return {} if chosen == default else {"experts": loads}
+        chosen = result.best.settings.expert_format
+        if chosen == result.default.settings.expert_format:
+            return {}
+        return {"experts": f"in {chosen}, which holds the same numbers; a running engine has to load the model again"}
     source = "measured, or as given"
     if result.loss_assumed:
         source = "assumed: each layer loses its share of what its format loses; foreload quality measures it"

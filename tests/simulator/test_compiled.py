@@ -50,13 +50,12 @@ def trace_of(windows, seed):
 def drawn_settings(draw, windows):
     fields = {name: draw(strategy) for name, strategy in FIELDS.items()}
     fields["prefetch_depth"] = draw(st.integers(1, 2)) if fields["predictor"] == "gate" else 0
-    fields["cpu_read_ahead"] = draw(st.booleans())
+    if fields["prefetch_depth"] and fields["miss_action"] != "fetch":
+        fields["cpu_read_ahead"] = draw(st.booleans())
     if windows:
         fields["draft"] = {"kind": "ngram", "gamma": GAMMA}
     if fields["predictor"] == "gate" and draw(st.booleans()):
         fields["speculate_layers"] = draw(st.sampled_from([(1,), (2,), "all"]))
-    if not fields["prefetch_depth"] or fields["miss_action"] == "fetch":
-        del fields["cpu_read_ahead"]
     try:
         return Settings.parse(fields)
     except SettingsError:
